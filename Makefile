@@ -1,0 +1,93 @@
+# Each target works right after `git clone`, with Python 3.11 (the pins of constraints.txt), a C++ compiler and
+# pip; without a compiler the package installs all the same and the tiled backend serves.
+
+PYTHON   ?= $(shell command -v python3.11 || command -v python3)
+VENV     := .venv
+BIN      := $(VENV)/bin
+WORKERS  ?= 2
+BACKENDS ?= dense tiled native
+
+# pip reads the first for the environment and, in older versions, for the isolated build too; newer ones read the second there.
+export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# Virtual machines have been seen to advertise AMX and then to die of it in torch's own bfloat16 products. Nothing here needs it.
+export ONEDNN_MAX_CPU_ISA   ?= AVX512_CORE_FP16
+
+SOURCES := $(shell find src -type f -not -name '*.pyc' -not -name '*.so')
+
+# Worker processes share the cores: one torch thread in each. Tests of threading set their own number.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+FAST   := -m "not slow and not gpu"
+# Tests of what is computed, as opposed to how the package is made.
+CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast test-backends test-slow bench lint format docs sanitize clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
+
+demo: $(VENV)/demo.stamp   ## a two-minute tour of the three faces, in the terminal
+	$(BIN)/python examples/tour.py
+
+test: lint test-fast test-backends   ## what CI runs: lint, types, fast tests, every backend
+
+test-fast: $(VENV)/dev.stamp   ## all fast tests but the conformance suite, with the backend the library chooses itself
+	$(PYTEST) $(FAST) --ignore tests/conformance
+
+# The conformance suite asks each backend everything; the other core tests run again where auto would have taken native.
+test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND set to each backend in turn
+	@set -e; for name in $(BACKENDS); do \
+	  echo "== PARTITA_BACKEND=$$name"; \
+	  tests="tests/conformance $(CORE)"; \
+	  if [ $$name = native ]; then \
+	    $(BIN)/python -c "import sys; from partita.engine import native; sys.exit(native.why_not())" || continue; \
+	    tests=tests/conformance; \
+	  fi; \
+	  PARTITA_BACKEND=$$name $(PYTEST) $(FAST) $$tests; done
+
+test-slow: $(VENV)/dev.stamp   ## the slow tests: fuzzing, large sizes, memory
+	PARTITA_HYPOTHESIS=thorough $(PYTEST) -m "slow and not gpu"
+
+bench: $(VENV)/dev.stamp   ## ratios against torch's own kernels; run it on a quiet machine
+	$(BIN)/python -m benchmarks all --json bench.jsonl
+
+lint: $(VENV)/dev.stamp   ## format, lint, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp   ## rewrite the sources the way lint wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
+	$(PYTEST) $(FAST) tests/test_docs.py
+
+# A second copy of the package, its library built with the sanitizers, shadows the installed one.
+sanitize: $(VENV)/dev.stamp   ## the conformance suite on a native library built with address and undefined-behaviour checks
+	rm -rf build/sanitize/site
+	$(BIN)/python -m pip install --quiet --no-deps --target build/sanitize/site \
+	  -C build-dir=build/sanitize/cmake -C cmake.define.PARTITA_SANITIZE=ON .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/site PARTITA_BACKEND=native \
+	  $(BIN)/python -m pytest -q --capture=sys $(FAST) tests/conformance
+
+clean:           ## remove everything that was built
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache bench.jsonl
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The package is installed as a wheel, never in place: what is tested is what ships.
+# pip rebuilds a local directory whenever it is asked to, so a changed source is a new stamp.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet .
+	@touch $@
+
+$(VENV)/dev.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet ".[dev]"
+	@touch $@ $(VENV)/demo.stamp

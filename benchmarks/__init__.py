@@ -1,0 +1,1 @@
+"""How fast, how large, how exact: partita beside torch's own functions. `python -m benchmarks --help`."""

@@ -1,0 +1,258 @@
+"""Measure functions side by side and print ratios.
+
+A machine drifts (clock, neighbours, page cache), so a time alone says little. All functions of a case run in
+one process in turns, each keeps the best of its times, and what is reported is the ratio ours / peer, next to
+what else ran on the machine meanwhile. The absolute seconds go to the JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+import partita
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    quick: bool = False
+    repeat: int = 9
+    threads: int = 2
+    only: str = ""
+    backend: str = "auto"
+    json: str = ""
+
+    def wants(self, case: str) -> bool:
+        return self.only in case
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: `ratio` = ours / peer, smaller is better; `bar` is what we want it to be at most."""
+
+    benchmark: str
+    case: str
+    peer: str
+    ours: float
+    theirs: float
+    unit: str
+    bar: float | None = None
+    load: float = 0.0  # the machine's one-minute load average; about `threads` of it is this benchmark itself
+    others: float = 0.0  # processors that were busy for somebody else during the case
+    note: str = ""
+    extra: dict[str, float | str] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs if self.theirs else float("nan")
+
+    @property
+    def verdict(self) -> str:
+        if self.bar is None:
+            return ""
+        return "ok" if self.ratio <= self.bar else "MISSED"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The times of one function, in seconds."""
+
+    best_s: float
+    median_s: float
+
+    @staticmethod
+    def of(times: Sequence[float]) -> Timing:
+        ordered = sorted(times)
+        return Timing(ordered[0], ordered[len(ordered) // 2])
+
+
+def interleave(calls: dict[str, Call], *, repeat: int, warmup: int = 2) -> tuple[dict[str, Timing], float]:
+    """Times of each call, taken in turns; and how many processors were busy for others meanwhile.
+
+    The order turns by one each round, so that nobody always runs after the same neighbour.
+    """
+    names = list(calls)
+    for name in names:
+        for _ in range(warmup):
+            calls[name]()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    clock = _Neighbours()
+    for turn in range(repeat):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            start = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - start)
+    return {name: Timing.of(series) for name, series in times.items()}, clock.others()
+
+
+class _Neighbours:
+    """Processor time used by anybody but this process, from /proc/stat; 0 where there is none."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        own = time.process_time()
+        try:
+            fields = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        except (OSError, ValueError, IndexError):
+            return time.perf_counter(), own, own
+        idle_and_wait = fields[3] + fields[4]
+        # guest time (fields 8, 9) is already inside user time
+        return time.perf_counter(), own, (sum(fields[:8]) - idle_and_wait) / os.sysconf("SC_CLK_TCK")
+
+    def others(self) -> float:
+        wall, own, busy = (now - then for now, then in zip(self._read(), self._start, strict=True))
+        return max(0.0, (busy - own) / wall) if wall > 0 else 0.0
+
+
+def mm_peak(size: int = 2048, repeat: int = 5) -> float:
+    """Floating-point operations per second of a large float32 torch.mm: the practical multiply-add peak.
+
+    The processor could do a little more; no code for general shapes is known to us that does.
+    """
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    timings, _ = interleave({"mm": lambda: torch.mm(a, b)}, repeat=repeat)
+    return 2 * size**3 / timings["mm"].best_s
+
+
+def compare(
+    benchmark: str,
+    case: str,
+    ours: Call,
+    peers: dict[str, Call],
+    options: Options,
+    *,
+    bars: dict[str, float] | None = None,
+    flops: float | None = None,
+    note: str = "",
+) -> list[Row]:
+    """One row for each peer, and a roofline row where the number of operations is known."""
+    timings, others = interleave({"partita": ours, **peers}, repeat=options.repeat)
+    mine = timings["partita"]
+    common = {"load": round(os.getloadavg()[0], 2), "others": round(others, 2)}
+    rows = [
+        Row(
+            benchmark,
+            case,
+            peer,
+            mine.best_s,
+            timings[peer].best_s,
+            "s",
+            bar=None if options.quick else (bars or {}).get(peer),
+            note=note,
+            extra={"ours_median": mine.median_s, "theirs_median": timings[peer].median_s},
+            **common,
+        )
+        for peer in peers
+    ]
+    if flops is not None:
+        peak = mm_peak(512 if options.quick else 2048)
+        achieved = flops / mine.best_s
+        rows.append(
+            Row(
+                benchmark,
+                case,
+                "roofline (larger is better)",
+                achieved / 1e9,
+                peak / 1e9,
+                "GFLOP/s",
+                **common,
+            )
+        )
+    return rows
+
+
+def environment(options: Options) -> dict[str, object]:
+    """Where the numbers come from; goes into every JSON line."""
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": _commit(),
+        "partita": partita.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "backend": options.backend,
+        "repeat": options.repeat,
+        "quick": options.quick,
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _commit() -> str:
+    """The commit of the working tree this file lies in, with a + where it was changed; "unknown" outside of git."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+" if changed else "")
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def show(row: Row) -> None:
+    """Print one line of the table as soon as it is known."""
+    bar = "" if row.bar is None else f"{row.bar:.2f}"
+    print(
+        f"{row.case:<46} {row.peer:<30} {_quantity(row.ours, row.unit):>10} {_quantity(row.theirs, row.unit):>10} "
+        f"{row.ratio:>7.3f} {bar:>5} {row.verdict:<6} {row.load:>5.2f} {row.others:>6.2f}  {row.note}".rstrip(),
+        flush=True,
+    )
+
+
+def head() -> None:
+    print(
+        f"{'case':<46} {'peer':<30} {'ours':>10} {'peer':>10} {'ratio':>7} {'bar':>5} {'':<6} {'load':>5} {'others':>6}"
+    )
+
+
+def write_json(rows: Iterable[Row], options: Options) -> None:
+    """Append one JSON line per row, with the environment; the absolute numbers live here."""
+    if not options.json:
+        return
+    env = environment(options)
+    with open(options.json, "a", encoding="utf-8") as out:
+        for row in rows:
+            record = {**asdict(row), "ratio": row.ratio, "verdict": row.verdict, "environment": env}
+            out.write(json.dumps(record) + "\n")
+
+
+def _quantity(x: float, unit: str) -> str:
+    if unit == "s":
+        return f"{x * 1e3:.2f} ms" if x < 10 else f"{x:.2f} s"
+    if unit == "bytes":
+        return f"{x / 2**20:.1f} MB"
+    if unit == "GFLOP/s":
+        return f"{x:.0f} GF/s"
+    return f"{x:.2e}" if unit == "error" else f"{x:.4g}"

@@ -1,0 +1,108 @@
+"""partita: one partition function, three faces.
+
+    p(j|i) = exp(scale_i * <query_i, key_j> + bias_ij) / Z_i        j in the support of i
+
+Names are loaded when first used, so that importing partita costs nothing and the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from partita import contrastive as contrastive
+    from partita import engine as engine
+    from partita import errors as errors
+    from partita import hf as hf
+    from partita import losses as losses
+    from partita import metrics as metrics
+    from partita import nn as nn
+    from partita import scale as scale
+    from partita import support as support
+    from partita import theory as theory
+    from partita.attention import attention as attention
+    from partita.calibration import fit_temperature as fit_temperature
+    from partita.contrastive import clip_loss as clip_loss
+    from partita.contrastive import info_nce_loss as info_nce_loss
+    from partita.contrastive import nt_xent_loss as nt_xent_loss
+    from partita.contrastive import siglip_loss as siglip_loss
+    from partita.contrastive import supcon_loss as supcon_loss
+    from partita.engine import State as State
+    from partita.engine import Stats as Stats
+    from partita.engine import backend as backend
+    from partita.engine import backends as backends
+    from partita.engine import merge as merge
+    from partita.gibbs import Gibbs as Gibbs
+    from partita.gibbs import explain as explain
+    from partita.interception import replace_sdpa as replace_sdpa
+    from partita.losses import cross_entropy as cross_entropy
+    from partita.losses import focal_loss as focal_loss
+    from partita.losses import linear_cross_entropy as linear_cross_entropy
+    from partita.losses import mae_loss as mae_loss
+    from partita.losses import mse_loss as mse_loss
+    from partita.losses import nce_loss as nce_loss
+    from partita.solve import solve_scale as solve_scale
+    from partita.theory.information import mutual_information_bound as mutual_information_bound
+    from partita.watch import load_record as load_record
+    from partita.watch import watch as watch
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Gibbs": "gibbs",
+    "State": "engine",
+    "Stats": "engine",
+    "attention": "attention",
+    "backend": "engine",
+    "backends": "engine",
+    "clip_loss": "contrastive",
+    "cross_entropy": "losses",
+    "explain": "gibbs",
+    "fit_temperature": "calibration",
+    "focal_loss": "losses",
+    "info_nce_loss": "contrastive",
+    "linear_cross_entropy": "losses",
+    "load_record": "watch",
+    "mae_loss": "losses",
+    "merge": "engine",
+    "mse_loss": "losses",
+    "mutual_information_bound": "theory.information",
+    "nce_loss": "losses",
+    "nt_xent_loss": "contrastive",
+    "replace_sdpa": "interception",
+    "siglip_loss": "contrastive",
+    "solve_scale": "solve",
+    "supcon_loss": "contrastive",
+    "watch": "watch",
+}
+_MODULES = ("contrastive", "engine", "errors", "hf", "losses", "metrics", "nn", "scale", "support", "theory")
+__all__ = sorted([*_HOME, *_MODULES])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        found = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        found = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+class _Package(ModuleType):
+    """A package whose public names win over submodules of the same name: `partita.attention` is the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

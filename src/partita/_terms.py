@@ -1,0 +1,179 @@
+"""A support bound to sizes: a union of terms, each a conjunction a tile can be asked about.
+
+    key j is visible to row i   iff   some term has   start_i <= j < stop_i
+                                                      and query_segment_i == key_segment_j
+                                                      and mask_ij
+                                                      and (j != i if the term has a hole)
+
+Causal, window and length limits are all row intervals, so a conjunction of them is one interval: O(n) numbers, and the
+number of visible keys is a subtraction. Every tensor has the same batch dimensions, 1 where it broadcasts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Term", "conjunction", "pack", "unpack", "visible", "window_mask"]
+
+_SLOTS = ("start", "stop", "query_segment", "key_segment", "mask")
+_ROWS_AT_ONCE = 1 << 22  # booleans held at a time while counting a mask
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    start: Tensor | None = None  # (*b, Q) int32
+    stop: Tensor | None = None  # (*b, Q) int32
+    query_segment: Tensor | None = None  # (*b, Q)
+    key_segment: Tensor | None = None  # (*b, K)
+    mask: Tensor | None = None  # (*b, Q or 1, K or 1) bool
+    hole: bool = False
+
+    @property
+    def trivial(self) -> bool:
+        return not self.hole and all(getattr(self, slot) is None for slot in _SLOTS)
+
+
+def conjunction(a: Term, b: Term) -> Term:
+    """The keys both terms show."""
+    query_segment, key_segment = _join_segments(a, b)
+    return Term(
+        _both(a.start, b.start, torch.maximum),
+        _both(a.stop, b.stop, torch.minimum),
+        query_segment,
+        key_segment,
+        _both(a.mask, b.mask, torch.logical_and),
+        a.hole or b.hole,
+    )
+
+
+def _both(a: Tensor | None, b: Tensor | None, join: object) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return join(a, b)  # type: ignore[operator,no-any-return]
+
+
+def _join_segments(a: Term, b: Term) -> tuple[Tensor | None, Tensor | None]:
+    """Two pairs of ids become one: pairs are relabelled by their rank, so that equal means equal in both."""
+    if a.query_segment is None or b.query_segment is None:
+        chosen = b if a.query_segment is None else a
+        return chosen.query_segment, chosen.key_segment
+    assert a.key_segment is not None
+    assert b.key_segment is not None
+    queries = torch.stack(torch.broadcast_tensors(a.query_segment, b.query_segment), -1)
+    keys = torch.stack(torch.broadcast_tensors(a.key_segment, b.key_segment), -1)
+    flat = torch.cat([queries.reshape(-1, 2), keys.reshape(-1, 2)])
+    label = torch.unique(flat, dim=0, return_inverse=True)[1]
+    cut = math.prod(queries.shape[:-1])
+    return label[:cut].view(queries.shape[:-1]), label[cut:].view(keys.shape[:-1])
+
+
+def pack(terms: Sequence[Term]) -> tuple[list[Tensor], list[int]]:
+    """Tensors and small integers, for an operator that takes nothing else."""
+    tensors: list[Tensor] = []
+    layout: list[int] = []
+    for term in terms:
+        flags = 1 << len(_SLOTS) if term.hole else 0
+        for bit, slot in enumerate(_SLOTS):
+            tensor = getattr(term, slot)
+            if tensor is not None:
+                flags |= 1 << bit
+                tensors.append(tensor)
+        layout.append(flags)
+    return tensors, layout
+
+
+def unpack(tensors: Sequence[Tensor], layout: Sequence[int]) -> tuple[Term, ...]:
+    """The inverse of `pack`."""
+    rest = iter(tensors)
+    terms = []
+    for flags in layout:
+        slots = {slot: next(rest) for bit, slot in enumerate(_SLOTS) if flags >> bit & 1}
+        terms.append(Term(**slots, hole=bool(flags >> len(_SLOTS) & 1)))
+    return tuple(terms)
+
+
+def window_mask(terms: Sequence[Term], rows: slice, cols: slice, device: torch.device) -> Tensor | None:
+    """Visibility of one tile (*b, rows, cols); None if every term is trivial there."""
+    i = torch.arange(rows.start, rows.stop, device=device, dtype=torch.int32)[:, None]
+    j = torch.arange(cols.start, cols.stop, device=device, dtype=torch.int32)
+    out: Tensor | None = None
+    for term in terms:
+        part: Tensor | None = None
+        if term.start is not None:
+            part = _both(part, j >= term.start[..., rows, None], torch.logical_and)
+        if term.stop is not None:
+            part = _both(part, j < term.stop[..., rows, None], torch.logical_and)
+        if term.query_segment is not None and term.key_segment is not None:
+            same = term.query_segment[..., rows, None] == term.key_segment[..., None, cols]
+            part = _both(part, same, torch.logical_and)
+        if term.mask is not None:
+            part = _both(part, cut(term.mask, rows, cols), torch.logical_and)
+        if term.hole:
+            part = _both(part, i != j, torch.logical_and)
+        if part is None:
+            return None
+        out = _both(out, part, torch.logical_or)
+    return out
+
+
+def cut(matrix: Tensor, rows: slice, cols: slice) -> Tensor:
+    """A tile of a matrix whose dimensions of size 1 broadcast."""
+    matrix = matrix if matrix.shape[-2] == 1 else matrix[..., rows, :]
+    return matrix if matrix.shape[-1] == 1 else matrix[..., cols]
+
+
+def visible(terms: Sequence[Term], n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> Tensor:
+    """Number of keys each row may see, (*batch, n_query) int64; a closed form unless a mask or a union is involved."""
+    shape = (*batch, n_query)
+    if len(terms) == 0:
+        return torch.full(shape, n_key, dtype=torch.int64, device=device)
+    if len(terms) == 1 and terms[0].mask is None:
+        return _interval_count(terms[0], n_query, n_key, device).expand(shape)
+    step = max(1, _ROWS_AT_ONCE // max(1, n_key * math.prod(batch)))
+    parts = []
+    for first in range(0, n_query, step):
+        rows = slice(first, min(first + step, n_query))
+        part = window_mask(terms, rows, slice(0, n_key), device)
+        width = rows.stop - rows.start
+        if part is None:
+            parts.append(torch.full((*batch, width), n_key, dtype=torch.int64, device=device))
+        else:
+            parts.append(part.expand(*part.shape[:-2], width, n_key).sum(-1).expand(*batch, width))
+    return torch.cat(parts, -1) if parts else torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+def _interval_count(term: Term, n_query: int, n_key: int, device: torch.device) -> Tensor:
+    row = torch.arange(n_query, device=device)
+    start = row.new_zeros(n_query) if term.start is None else term.start.long().clamp(0, n_key)
+    stop = row.new_full((n_query,), n_key) if term.stop is None else term.stop.long().clamp(0, n_key)
+    if term.query_segment is None or term.key_segment is None:
+        count = (stop - start).clamp(min=0)
+        same_self = row < n_key
+    else:
+        count = _segment_count(term.query_segment, term.key_segment, start, stop)
+        at = row.clamp(max=max(n_key - 1, 0))
+        own = term.key_segment[..., at] if n_key else term.query_segment
+        same_self = (row < n_key) & (own == term.query_segment)
+    if term.hole:
+        count = count - (same_self & (start <= row) & (row < stop)).long()
+    return count
+
+
+def _segment_count(query_segment: Tensor, key_segment: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    """Keys of the row's segment inside [start, stop): two binary searches in keys sorted by (segment, position)."""
+    n_key = key_segment.shape[-1]
+    batch = torch.broadcast_shapes(query_segment.shape[:-1], key_segment.shape[:-1], start.shape[:-1], stop.shape[:-1])
+    ids = query_segment.expand(*batch, -1).contiguous()
+    ordered, position = key_segment.expand(*batch, -1).contiguous().sort(dim=-1, stable=True)
+    left = torch.searchsorted(ordered, ids)
+    right = torch.searchsorted(ordered, ids, right=True)
+    block = torch.searchsorted(ordered, ordered)
+    place = block * (n_key + 1) + position
+    low = torch.searchsorted(place, (left * (n_key + 1) + start).contiguous())
+    high = torch.searchsorted(place, (left * (n_key + 1) + stop).contiguous())
+    return (high.clamp(left, right) - low.clamp(left, right)).clamp(min=0)

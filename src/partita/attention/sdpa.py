@@ -1,0 +1,136 @@
+"""Face 3: attention reads the mean value each query sees."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from partita._overrides import overridable
+from partita.attention.bias import Bias
+from partita.attention.dropout import check_dropout, state_with_dropout
+from partita.attention.problem import Problem
+from partita.attention.rows import states_by_rows
+from partita.engine import State, Stats
+from partita.errors import ShapeError
+from partita.scale import Policy
+from partita.support import Support
+
+__all__ = ["attention", "finish"]
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | Tensor | Policy | None = None,
+    enable_gqa: bool = False,
+    *,
+    support: Support | None = None,
+    bias: Tensor | Bias | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    return_stats: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | Tensor | Policy | None = None,
+    enable_gqa: bool = False,
+    *,
+    support: Support | None = None,
+    bias: Tensor | Bias | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    return_stats: Literal[True],
+) -> tuple[Tensor, Stats]: ...
+@overridable
+def attention(
+    query: Tensor,  # (..., heads, n_query, dim)
+    key: Tensor,  # (..., heads, n_key, dim)
+    value: Tensor,  # (..., heads, n_key, dim_value)
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | Tensor | Policy | None = None,
+    enable_gqa: bool = False,
+    *,
+    support: Support | None = None,
+    bias: Tensor | Bias | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Stats]:
+    """The mean value each query sees: E[value_j] for j drawn from Gibbs(query, key).
+
+        out_i = sum_j p(j|i) value_j          p(j|i) = exp(scale * <query_i, key_j> + bias_ij) / Z_i
+
+    Equal to ``F.scaled_dot_product_attention`` in its own arguments, in O(n) memory; `scale` may also be a tensor
+    broadcastable to the rows (..., n_query) or a policy of `partita.scale`. A query that sees nothing gives 0.
+
+    >>> x = torch.eye(2)
+    >>> attention(torch.zeros(2, 2), x, x)  # no preference: the mean of the values
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]])
+
+    bias: a tensor, or a rule over positions (`ALiBi`, `RelativeBias`) that is never written out whole.
+    sink: a score per head, (heads,) or broadcastable to the rows, of a key with value 0 that joins the denominator.
+    dropout_p: weights dropped at random, whatever the mode of any module; statistics are those before dropout.
+    """
+    check_dropout(dropout_p)
+    problem = Problem.of(
+        query,
+        key,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        support=support,
+        bias=bias,
+        softcap=softcap,
+    )
+    if dropout_p > 0.0:
+        state = state_with_dropout(problem, value, dropout_p)
+    elif problem.rule is not None:
+        known = problem.resolved()
+        state = states_by_rows(lambda rows: known.rows(rows).state(value), known.blocks(value))
+    else:
+        state = problem.gibbs().state(value, statistics=return_stats)
+    return finish(state, value, sink, return_stats)
+
+
+def finish(state: State, value: Tensor, sink: Tensor | None, return_stats: bool) -> Tensor | tuple[Tensor, Stats]:
+    """The mean value, with a sink in its denominator, in the dtype torch would return."""
+    out = state.expectation()
+    if sink is not None:
+        out = out * (1 - state.sink_mass(_per_row(sink, state.mass)))[..., None]
+    out = out.to(_output_dtype(value))
+    return (out, state.stats()) if return_stats else out
+
+
+def _output_dtype(value: Tensor) -> torch.dtype:
+    kind = value.device.type
+    autocast = value.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else value.dtype
+
+
+def _per_row(sink: Tensor, rows: Tensor) -> Tensor:
+    """A sink per head is spread over the head's rows."""
+    if sink.dim() == 1 and rows.dim() >= 2 and sink.shape[0] == rows.shape[-2]:
+        sink = sink[:, None]
+    try:
+        return sink.to(rows.dtype).expand_as(rows)
+    except RuntimeError:
+        raise ShapeError(
+            f"sink must be one score per head, or broadcast to the rows {tuple(rows.shape)}; got {tuple(sink.shape)}."
+        ) from None

@@ -1,0 +1,99 @@
+"""Two towers with a learned logit scale: CLIP's softmax over rows and columns, SigLIP's sigmoid of every pair."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from partita import _checks
+from partita._overrides import overridable
+from partita.contrastive.candidates import check_pairs
+from partita.contrastive.diagonal import diagonal_loss
+from partita.engine import Stats
+from partita.errors import ShapeError
+from partita.rows import by_rows, check_group, output_dtype, reduce_rows
+
+__all__ = ["clip_loss", "siglip_loss"]
+
+_NAMES = ("image_features", "text_features")
+
+
+@overridable
+def clip_loss(
+    image_features: Tensor,  # (n, dim), as they come: CLIP normalises in its towers
+    text_features: Tensor,  # (n, dim)
+    logit_scale: float | Tensor,
+    logit_bias: float | Tensor | None = None,
+    *,
+    return_stats: bool = False,
+    group: object | None = None,
+) -> Tensor | tuple[Tensor, Stats]:
+    """The symmetric loss of CLIP, without its logits; equal to open_clip's ClipLoss.
+
+        s_ij = logit_scale <image_i, text_j> + logit_bias        loss = ( CE(rows) + CE(columns) ) / 2, diagonal targets
+
+    The bias cancels in the loss and shows in the statistics, which are of the images' rows. Spec: M-INC-4.
+
+    >>> x = torch.eye(2)
+    >>> clip_loss(x, x, 1.0)  # -log( e / (e + 1) )
+    tensor(0.3133)
+    """
+    check_group(group)
+    check_pairs(image_features, text_features, _NAMES)
+    scale = logit_scale.reshape(()) if isinstance(logit_scale, Tensor) else logit_scale
+    bias = None if logit_bias is None else _scalar("logit_bias", logit_bias, image_features).reshape(1, 1)
+    return diagonal_loss(
+        image_features,
+        text_features,
+        scale,
+        symmetric=True,
+        reduction="mean",
+        return_stats=return_stats,
+        dtype=output_dtype(image_features),
+        bias=bias,
+    )
+
+
+def siglip_loss(
+    image_features: Tensor,  # (n, dim)
+    text_features: Tensor,  # (n, dim)
+    logit_scale: float | Tensor,
+    logit_bias: float | Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    group: object | None = None,
+) -> Tensor:
+    """Every pair its own yes-or-no question: SigLIP, a few rows of the matrix at a time.
+
+        loss_i = sum_j -log sigmoid( z_ij s_ij ),      z = 1 on the diagonal, -1 elsewhere
+
+    `mean` divides by the number of rows, as open_clip's SigLipLoss does. There is no partition function here, hence no
+    statistics of one.
+
+    >>> siglip_loss(torch.zeros(4, 2), torch.zeros(4, 2), 1.0)  # 4 log 2
+    tensor(2.7726)
+    """
+    check_group(group)
+    _checks.check_reduction(reduction)
+    check_pairs(image_features, text_features, _NAMES)
+    dtype = torch.promote_types(image_features.dtype, torch.float32)
+    scale = _scalar("logit_scale", logit_scale, image_features)
+    bias = _scalar("logit_bias", 0.0 if logit_bias is None else logit_bias, image_features)
+
+    def questions(image: Tensor, text: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
+        # softplus(s) for "no"; the diagonal's "yes" is softplus(-s) = softplus(s) - s
+        return -logsigmoid(-(factor * (image.to(dtype) @ text.to(dtype).mT) + shift)).sum(-1)
+
+    rows = by_rows(questions, [image_features], [text_features, scale, bias], len(text_features))
+    own = scale * (image_features.to(dtype) * text_features.to(dtype)).sum(-1) + bias
+    return reduce_rows(rows - own, reduction).to(output_dtype(image_features))
+
+
+def _scalar(name: str, given: float | Tensor, like: Tensor) -> Tensor:
+    """One number as a tensor of the precision of the sums."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    tensor = torch.as_tensor(given, dtype=dtype, device=like.device)
+    if tensor.numel() != 1:
+        raise ShapeError(f"{name} must be one number; got {_checks.shape_text(tensor)}.")
+    return tensor.reshape(())

@@ -1,0 +1,68 @@
+"""Pairs in a batch: row i belongs to column i, every other column is a negative, and so it is for columns.
+
+loss = mean_i ( log Z_row_i - s_ii ),        symmetric: averaged with  mean_j ( log Z_column_j - s_jj )
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from partita import support as supports
+from partita.contrastive.candidates import Bank, positive_score
+from partita.contrastive.readout import readout, similarity_moments
+from partita.engine import Stats
+from partita.errors import ValueRangeError
+from partita.gibbs import Gibbs, surprise
+from partita.rows import reduce_rows
+
+__all__ = ["diagonal_loss", "row_and_column_nll"]
+
+
+def row_and_column_nll(
+    query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # (n,), (n,)
+    """-log p of the diagonal by rows and by columns of one score matrix.
+
+    Two passes today; a backend that reads row and column sums off the same tile plugs in here.
+    """
+    own = torch.arange(query.shape[0], device=query.device)
+    rows = Gibbs(query, key, scale=scale, bias=bias)._pass(target=own, statistics=False)
+    columns = Gibbs(key, query, scale=scale, bias=bias)._pass(target=own, statistics=False)
+    return surprise(rows), surprise(columns)
+
+
+def diagonal_loss(
+    query: Tensor,  # (n, dim)
+    key: Tensor,  # (n, dim)
+    scale: float | Tensor,
+    *,
+    symmetric: bool,
+    reduction: str,
+    return_stats: bool,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,  # (1, 1)
+) -> Tensor | tuple[Tensor, Stats]:
+    """InfoNCE with the batch's other pairs as negatives."""
+    if symmetric and isinstance(scale, Tensor) and scale.numel() > 1:
+        raise ValueRangeError("symmetric takes one temperature for all rows: a column has no row of its own.")
+    own = torch.arange(len(query), device=query.device)
+    if not return_stats:
+        if symmetric:
+            down, across = row_and_column_nll(query, key, scale, bias)
+            return reduce_rows((down + across) / 2, reduction).to(dtype)
+        one = Gibbs(query, key, scale=scale, bias=bias)._pass(target=own, statistics=False)
+        return reduce_rows(surprise(one), reduction).to(dtype)
+    sums = Gibbs(query, key, scale=scale, bias=bias)._pass(target=own, rank=True)
+    rows = surprise(sums)
+    others = Bank(key, supports.not_self())
+    with torch.no_grad():
+        negatives = others.state(query, scale)
+    positive = positive_score(query, key, 1.0)
+    assert sums.rank is not None
+    moments = similarity_moments([others], query, positive, in_batch=True)
+    stats = readout(sums.state, negatives, sums.rank, rows, positive, moments)
+    if symmetric:
+        back = Gibbs(key, query, scale=scale, bias=bias)._pass(target=own, statistics=False)
+        rows = (rows + surprise(back)) / 2
+    return reduce_rows(rows, reduction).to(dtype), stats

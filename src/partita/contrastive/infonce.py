@@ -1,0 +1,218 @@
+"""InfoNCE: the positive among its candidates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from partita import _checks
+from partita import support as supports
+from partita._overrides import overridable
+from partita.contrastive.candidates import Bank, check_pairs, positive_score, prepare, resolve_scale
+from partita.contrastive.diagonal import diagonal_loss
+from partita.contrastive.exclude import Exclusion, sort_by_label
+from partita.contrastive.queue import Queue
+from partita.contrastive.readout import above, readout, similarity_moments
+from partita.engine import State, Stats
+from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.gibbs import Gibbs
+from partita.rows import by_rows, check_group, output_dtype, reduce_rows
+
+__all__ = ["info_nce_loss"]
+
+
+@overridable
+def info_nce_loss(
+    query: Tensor,  # (n, dim)
+    positive_key: Tensor,  # (n, dim)
+    negative_keys: Tensor | None = None,  # (m, dim) unpaired, (n, m, dim) paired
+    *,
+    temperature: float | Tensor = 0.07,
+    reduction: str = "mean",
+    negative_mode: str = "unpaired",
+    normalize: bool = True,
+    symmetric: bool = False,
+    return_stats: bool = False,
+    group: object | None = None,
+    log_temperature: Tensor | None = None,
+    labels: Tensor | None = None,
+    exclude: Exclusion | None = None,
+    hardness: float = 0.0,
+    decoupled: bool = False,
+    queue: Queue | None = None,
+) -> Tensor | tuple[Tensor, Stats]:
+    """Cross entropy of the positive among its candidates, without the matrix of similarities.
+
+        loss_i = -log( exp(<q_i, k_i> / t) / sum_j exp(<q_i, k_j> / t) )
+
+    Candidates are the positives of the whole batch; with `negative_keys`, one's own positive and those. `normalize`
+    makes all vectors unit vectors first. `symmetric` averages with the direction from keys to queries. Between 0 and,
+    for equal scores, log(candidates). Spec: M-INC-1, M-INC-3, M-INC-4, M-INC-6.
+
+    >>> x = torch.eye(3)
+    >>> info_nce_loss(x, x, temperature=1.0)  # -log( e / (e + 2) )
+    tensor(0.5514)
+
+    temperature: a number or a tensor, also one per row; `log_temperature` is its logarithm, for learning.
+    labels: (n,) candidates with the anchor's label, but for its own positive, are no negatives.
+    exclude: a rule on scores that leaves negatives out, `AbovePositive(margin)` or `Guide(...)`.
+    hardness: weights every negative by exp(hardness * similarity), a weight without gradient.
+    decoupled: leaves the positive out of the denominator.
+    queue: more negatives, from earlier batches.
+    return_stats: also a `ContrastStats`, of the direction from queries to keys.
+    """
+    check_group(group)
+    _checks.check_reduction(reduction)
+    check_pairs(query, positive_key)
+    _check_options(negative_keys, negative_mode, symmetric, exclude, hardness, queue, labels, query)
+    scale = resolve_scale(temperature, log_temperature, len(query), query.dtype)
+    q, k = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
+    dtype = output_dtype(query)
+    plain = negative_keys is None and labels is None and exclude is None and queue is None
+    if plain and not hardness and not decoupled:
+        return diagonal_loss(
+            q, k, scale, symmetric=symmetric, reduction=reduction, return_stats=return_stats, dtype=dtype
+        )
+
+    banks = _banks(q, k, negative_keys, negative_mode, normalize, labels, hardness, queue)
+    rows, stats = _rows(q, k, scale, banks, exclude, decoupled, return_stats, negative_keys is None)
+    if symmetric:
+        back, _ = _rows(
+            k, q, scale, _banks(k, q, None, "", False, labels, hardness, None), None, decoupled, False, True
+        )
+        rows = (rows + back) / 2
+    loss = reduce_rows(rows, reduction).to(dtype)
+    return loss if stats is None else (loss, stats)
+
+
+def _banks(
+    q: Tensor,
+    k: Tensor,
+    negative_keys: Tensor | None,
+    mode: str,
+    normalize: bool,
+    labels: Tensor | None,
+    hardness: float,
+    queue: Queue | None,
+) -> list[Bank]:
+    """Where the negatives come from."""
+    banks = []
+    if negative_keys is not None:
+        banks.append(Bank(prepare("negative_keys", negative_keys, normalize), None, hardness))
+    elif labels is None:
+        banks.append(Bank(k, supports.not_self(), hardness))
+    else:
+        order, others = sort_by_label(labels, labels)
+        banks.append(Bank(k[order], others, hardness))
+    if queue is not None and len(queue):
+        if labels is not None and queue.labels is not None:
+            order, others = sort_by_label(labels, queue.labels)
+            banks.append(Bank(queue.keys[order].to(k.dtype), others, hardness))
+        else:
+            banks.append(Bank(queue.keys.to(k.dtype), None, hardness))
+    return banks
+
+
+def _rows(
+    q: Tensor,
+    k: Tensor,
+    scale: float | Tensor,
+    banks: list[Bank],
+    exclude: Exclusion | None,
+    decoupled: bool,
+    return_stats: bool,
+    in_batch: bool,
+) -> tuple[Tensor, Stats | None]:
+    """The loss of every row against the union of banks, and its statistics."""
+    positive = positive_score(q, k, 1.0)
+    score = scale * positive
+    if exclude is None:
+        negatives = banks[0].state(q, scale, return_stats)
+        for bank in banks[1:]:
+            negatives = negatives.merge(bank.state(q, scale, return_stats))
+        rank = torch.zeros_like(positive).long()
+        for bank in banks if return_stats else ():
+            rank = rank + above(bank, q, positive.detach())
+    else:
+        negatives, rank = _excluding(exclude, q, banks[0].key, positive, scale, in_batch)
+    rest = negatives.log_partition()
+    nothing = negatives.empty()
+    if decoupled:
+        rows = torch.where(nothing, torch.zeros_like(score), torch.where(nothing, score, rest) - score)
+    else:
+        rows = -logsigmoid(score - rest)
+    if not return_stats:
+        return rows, None
+    whole = negatives.merge(State.of(score[:, None]))
+    moments = similarity_moments(banks, q, positive, in_batch)
+    surprised = rows if not decoupled else -logsigmoid(score - rest)
+    return rows, readout(whole, negatives, rank, surprised, positive, moments)
+
+
+def _excluding(
+    exclude: Exclusion, q: Tensor, key: Tensor, positive: Tensor, scale: float | Tensor, in_batch: bool
+) -> tuple[State, Tensor]:
+    """The state of the negatives a rule leaves, a few rows at a time."""
+    exclude.check(len(q), len(key))
+    numbers = torch.arange(len(q), device=q.device)
+    column = torch.arange(len(key), device=q.device)
+
+    def few(rows: Tensor, own: Tensor, at: Tensor, keys: Tensor, factor: Tensor) -> Tensor:
+        with torch.no_grad():
+            keep = ~exclude.hidden(at, rows, keys, own)
+            if in_batch:
+                keep &= column != at[:, None]
+            rank = ((rows @ keys.mT > own[:, None]) & keep).sum(-1)
+        part = factor[at] if factor.dim() else factor
+        state = Gibbs(rows, keys, scale=part, support=supports.mask(keep)).state()
+        return torch.stack([state.peak, state.mass, state.first, state.spread, state.count, rank.to(own.dtype)], -1)
+
+    factor = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=positive.dtype, device=q.device)
+    factor = factor.reshape(()) if factor.numel() == 1 else factor
+    columns = by_rows(few, [q, positive.detach(), numbers], [key, factor], len(key)).unbind(-1)
+    peak, mass, first, spread, count, rank = columns
+    return State(peak.detach(), mass, first, spread, count.detach()), rank.detach().long()
+
+
+def _check_options(
+    negative_keys: Tensor | None,
+    mode: str,
+    symmetric: bool,
+    exclude: Exclusion | None,
+    hardness: float,
+    queue: Queue | None,
+    labels: Tensor | None,
+    query: Tensor,
+) -> None:
+    if mode not in ("unpaired", "paired"):
+        raise ValueRangeError(f"negative_mode must be 'unpaired' or 'paired'; got {mode!r}.")
+    _checks.check_positive("hardness", hardness, zero=True)
+    n, dim = query.shape
+    if negative_keys is not None:
+        wanted = 2 if mode == "unpaired" else 3
+        fits = negative_keys.dim() == wanted and negative_keys.shape[-1] == dim
+        fits = fits and (mode == "unpaired" or negative_keys.shape[0] == n)
+        if not fits:
+            shape = f"(m, {dim})" if mode == "unpaired" else f"({n}, m, {dim})"
+            raise ShapeError(
+                f"{mode} negative_keys must have shape {shape}; got {_checks.shape_text(negative_keys)}. "
+                f"negative_mode='paired' is for negatives of each query, 'unpaired' for shared ones."
+            )
+    if symmetric and (negative_keys is not None or exclude is not None or queue is not None):
+        raise ValueRangeError("symmetric is for in-batch negatives alone: other negatives have no second direction.")
+    if labels is not None:
+        _checks.check_index_dtype("labels", labels)
+        if tuple(labels.shape) != (n,):
+            raise ShapeError(f"labels must have one entry per row, shape ({n},); got {_checks.shape_text(labels)}.")
+        if negative_keys is not None or exclude is not None:
+            raise ValueRangeError(
+                "labels describe in-batch keys (and the queue's); leave out negative_keys and exclude."
+            )
+    if exclude is not None:
+        if not isinstance(exclude, Exclusion):
+            raise DtypeError(f"exclude must be an Exclusion (AbovePositive, Guide); got {type(exclude).__name__}.")
+        if mode == "paired" or queue is not None or hardness:
+            raise ValueRangeError("exclude is for in-batch or unpaired negatives, without queue and hardness.")
+    if queue is not None and queue.dim != dim:
+        raise ShapeError(f"the queue holds vectors of {queue.dim} features, query has {dim}.")

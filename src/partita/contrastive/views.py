@@ -1,0 +1,122 @@
+"""Anchors that are candidates of one another: two views of each item (SimCLR), several items of a label (SupCon)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from partita import _checks
+from partita import support as supports
+from partita._overrides import overridable
+from partita.contrastive.candidates import check_pairs, prepare, resolve_scale
+from partita.engine import Stats
+from partita.errors import ShapeError
+from partita.gibbs import Gibbs, surprise
+from partita.rows import check_group, output_dtype, read, reduce_rows
+
+__all__ = ["nt_xent_loss", "supcon_loss"]
+
+
+@overridable
+def nt_xent_loss(
+    out0: Tensor,  # (n, dim) one view
+    out1: Tensor,  # (n, dim) the other view of the same items
+    *,
+    temperature: float | Tensor = 0.5,
+    reduction: str = "mean",
+    return_stats: bool = False,
+    group: object | None = None,
+) -> Tensor | tuple[Tensor, Stats]:
+    """SimCLR's loss: 2n unit anchors, the positive is the other view, the anchor itself is no candidate.
+
+        loss_i = -log( exp(<x_i, x_i'> / t) / sum_{j != i} exp(<x_i, x_j> / t) ),       2n - 1 candidates
+
+    Rows of `reduction="none"` and of the statistics: the anchors of out0, then those of out1. Spec: M-INC-1.
+
+    >>> x = torch.eye(1)
+    >>> nt_xent_loss(x, x)  # a single candidate, the positive
+    tensor(0.)
+    """
+    check_group(group)
+    _checks.check_reduction(reduction)
+    check_pairs(out0, out1, ("out0", "out1"))
+    anchors = torch.cat([prepare("out0", out0, True), prepare("out1", out1, True)])
+    scale = resolve_scale(temperature, None, len(anchors), out0.dtype)
+    other = torch.arange(len(anchors), device=anchors.device).roll(len(out0))
+    sums = Gibbs(anchors, anchors, scale=scale, support=supports.not_self())._pass(
+        target=other, rank=return_stats, statistics=return_stats
+    )
+    loss = reduce_rows(surprise(sums), reduction).to(output_dtype(out0))
+    return (loss, read(sums)) if return_stats else loss
+
+
+@overridable
+def supcon_loss(
+    embeddings: Tensor,  # (n, dim)
+    labels: Tensor,  # (n,)
+    *,
+    temperature: float | Tensor = 0.1,
+    ref_emb: Tensor | None = None,  # (m, dim)
+    ref_labels: Tensor | None = None,  # (m,)
+    reduction: str = "mean",
+    return_stats: bool = False,
+    group: object | None = None,
+) -> Tensor | tuple[Tensor, Stats]:
+    """Supervised contrast: every candidate of the anchor's label is a positive; the mean stands outside the log.
+
+        loss_i = mean_{j positive of i} -log p(j|i) = log Z_i - <x_i, mean positive> / t
+
+    Candidates are the other embeddings, or all of `ref_emb`. The numerator is linear in the keys: sums per label, no
+    pass, no mask. Anchors without a positive are left out (0 with `reduction="none"`); none at all gives 0.
+
+    >>> x = torch.ones(3, 1)
+    >>> supcon_loss(x, torch.tensor([0, 0, 1]))  # two anchors with one positive among two candidates: log 2
+    tensor(0.6931)
+    """
+    check_group(group)
+    _checks.check_reduction(reduction)
+    _check_labels("embeddings", embeddings, "labels", labels)
+    if (ref_emb is None) != (ref_labels is None):
+        raise ShapeError("ref_emb and ref_labels belong together: give both or neither.")
+    x = prepare("embeddings", embeddings, True)
+    scale = resolve_scale(temperature, None, len(x), x.dtype)
+    if ref_emb is None or ref_labels is None:
+        keys, key_labels, support = x, labels, supports.not_self()
+    else:
+        _check_labels("ref_emb", ref_emb, "ref_labels", ref_labels)
+        keys, key_labels, support = prepare("ref_emb", ref_emb, True), ref_labels, None
+    state = Gibbs(x, keys, scale=scale, support=support)._pass(statistics=return_stats).state
+    total, count = _label_sums(x, labels, keys, key_labels)
+    if ref_emb is None:
+        total, count = total - x.to(total.dtype), count - 1
+    has = count > 0
+    positive = scale * (x.to(total.dtype) * total).sum(-1) / count.clamp(min=1)
+    level = torch.where(state.empty(), positive, state.log_partition())
+    rows = torch.where(has, level - positive, torch.zeros_like(positive))
+    loss = reduce_rows(rows, reduction, has.sum().to(rows.dtype)).to(output_dtype(embeddings))
+    return (loss, state.stats()) if return_stats else loss
+
+
+def _label_sums(x: Tensor, labels: Tensor, keys: Tensor, key_labels: Tensor) -> tuple[Tensor, Tensor]:
+    """For each anchor the sum and the number of the keys with its label; O((n + m) dim)."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    known, of_key = key_labels.unique(return_inverse=True)
+    sums = keys.new_zeros(len(known), keys.shape[-1], dtype=dtype).index_add(0, of_key, keys.to(dtype))
+    counts = torch.zeros(len(known), dtype=dtype, device=x.device).index_add(
+        0, of_key, torch.ones_like(of_key, dtype=dtype)
+    )
+    if not len(known):
+        return torch.zeros_like(x, dtype=dtype), counts.new_zeros(len(x))
+    at = torch.searchsorted(known, labels.contiguous()).clamp(max=len(known) - 1)
+    there = known[at] == labels
+    return sums[at] * there[:, None], counts[at] * there
+
+
+def _check_labels(name: str, vectors: Tensor, label_name: str, labels: Tensor) -> None:
+    _checks.check_float(name, vectors)
+    _checks.check_index_dtype(label_name, labels)
+    if vectors.dim() != 2 or tuple(labels.shape) != (len(vectors),):
+        raise ShapeError(
+            f"{name} must be (n, dim) and {label_name} (n,); got {_checks.shape_text(vectors)} and "
+            f"{_checks.shape_text(labels)}."
+        )

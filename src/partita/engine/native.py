@@ -1,0 +1,426 @@
+"""The C++ library behind the native backend: found, loaded, and called with checked pointers.
+
+    peak, mass, first, second, moment, count, target_score, rank  =  reduce(...)
+    grad_query, grad_key, grad_value, grad_scale, grad_bias       =  reduce_backward(...)
+
+Legend: B batch entries, Q query rows, K keys, D features, V value features. Operands are canonical: equally many batch
+dimensions, of size 1 where they broadcast. Any strides are served as they lie as long as the last dimension is contiguous.
+Nothing here is differentiable, and nothing is imported beyond torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import math
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+_VERSION = 1
+_NAME = "libpartita_native.so"
+_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_PROBLEM = struct.Struct("5q4id44q")
+_SUMS = struct.Struct("12q")
+_GRADIENTS = struct.Struct("23q")
+_NOTHING = (0, 0, 0, 0)
+_FINITE, _NOT_FINITE, _NO_MEMORY = 0, 1, 2
+
+
+class Term(Protocol):
+    """One term of a support: row intervals, segment ids, a mask, and whether key i is hidden from row i."""
+
+    start: Tensor | None  # (*b, Q) int32
+    stop: Tensor | None  # (*b, Q) int32
+    query_segment: Tensor | None  # (*b, Q) int32
+    key_segment: Tensor | None  # (*b, K) int32
+    mask: Tensor | None  # (*b, Q or 1, K or 1) bool
+    hole: bool
+
+
+class Sums(NamedTuple):
+    """Row sums relative to the peak; what was not asked for is None."""
+
+    peak: Tensor  # (*b, Q)
+    mass: Tensor  # (*b, Q)
+    first: Tensor | None  # (*b, Q)
+    second: Tensor | None  # (*b, Q)
+    moment: Tensor | None  # (*b, Q, V)
+    count: Tensor  # (*b, Q) int64
+    target_score: Tensor | None  # (*b, Q)
+    rank: Tensor | None  # (*b, Q) int64
+
+
+class ColumnSums(NamedTuple):
+    """Sums over rows for each key, relative to the key's peak; or upstream gradients of them, after `peak` None where 0."""
+
+    peak: Tensor  # (K,)
+    mass: Tensor | None  # (K,)
+    first: Tensor | None  # (K,)
+    second: Tensor | None  # (K,)
+
+
+class Library(NamedTuple):
+    """The loaded library, the instruction set it chose, and its file."""
+
+    handle: ctypes.CDLL
+    isa: str
+    path: Path
+
+
+@functools.cache
+def _find() -> tuple[Library | None, str | None]:
+    places = [Path(__file__).parent.parent / "native" / _NAME]
+    try:
+        places.append(Path(str(importlib.metadata.distribution("partita").locate_file(f"partita/native/{_NAME}"))))
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    if override := os.environ.get("PARTITA_NATIVE_LIBRARY"):
+        places = [Path(override)]
+    path = next((p for p in places if p.is_file()), None)
+    if path is None:
+        return None, f"the native library is not there (looked for {', '.join(map(str, places))}); it was not built"
+    try:
+        handle = ctypes.CDLL(str(path))
+        handle.partita_version.restype = ctypes.c_int32
+        handle.partita_isa.restype = ctypes.c_char_p
+        if (version := handle.partita_version()) != _VERSION:
+            return None, f"{path} has interface version {version}, this package needs {_VERSION}; install again"
+        for name, arguments in {"partita_reduce": 2, "partita_reduce_backward": 2, "partita_rows": 1}.items():
+            function = getattr(handle, name)
+            function.restype = ctypes.c_int32
+            function.argtypes = [ctypes.c_char_p] * arguments
+        return Library(handle, handle.partita_isa().decode(), path), None
+    except (OSError, AttributeError) as error:
+        return None, f"{path} cannot be loaded: {error}"
+
+
+def load() -> Library | None:
+    """The native library, or None where it is missing or unusable; never raises."""
+    return _find()[0]
+
+
+def why_not() -> str | None:
+    """Why `load` gives None; None where it gives a library."""
+    return _find()[1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Where each batch entry of an operand starts, in elements: int64 of length B, 0 steps where it broadcasts."""
+    table = torch.zeros(batch, dtype=torch.int64)
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        if size > 1:
+            steps = torch.arange(size, dtype=torch.int64) * stride
+            table += steps.view([-1 if i == dim else 1 for i in range(len(batch))])
+    return table.reshape(-1).contiguous()
+
+
+class _Call:
+    """One call's checked operands, and what must stay alive until it returns."""
+
+    def __init__(self, query: Tensor, others: Sequence[tuple[Tensor | None, int]], n_key: int) -> None:
+        self.alive: list[Tensor] = []
+        dims = query.dim() - 2
+        batch = list(query.shape[:-2])
+        for tensor, inner in others:
+            if tensor is None:
+                continue
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                raise ValueError(f"the native backend takes strided CPU tensors; got {tensor.device}, {tensor.layout}")
+            if tensor.dim() - inner != dims:
+                raise ValueError(f"every operand needs {dims} batch dimensions; got shape {tuple(tensor.shape)}")
+            for i in range(dims):
+                size = tensor.shape[i]
+                if size != batch[i]:
+                    if batch[i] == 1:
+                        batch[i] = size
+                    elif size != 1:
+                        raise ValueError(f"batch dimensions do not broadcast: {tuple(tensor.shape)} against {batch}")
+        self.batch = tuple(batch)
+        self.n_query, self.n_key = query.shape[-2], n_key
+
+    def operand(
+        self, tensor: Tensor | None, inner: tuple[int, ...], dtype: torch.dtype, name: str
+    ) -> tuple[int, int, int, int]:
+        """Pointer, offset table, row and column stride of an operand whose last dims are `inner` (or 1)."""
+        if tensor is None:
+            return _NOTHING
+        dims = len(self.batch)
+        shape = tuple(tensor.shape)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}")
+        if any(s != n and (s != 1 or name not in _FLEXIBLE) for s, n in zip(shape[dims:], inner, strict=True)):
+            raise ValueError(f"{name} must end in {inner}; got shape {shape}")
+        strides = tensor.stride()
+        if len(inner) == 2:
+            if shape[-1] > 1 and strides[-1] != 1:
+                tensor = tensor.contiguous()
+                strides = tensor.stride()
+            row, col = (0 if shape[-2] == 1 else strides[-2]), (0 if shape[-1] == 1 and inner[-1] != 1 else 1)
+        elif name == "key_segment":
+            if shape[-1] > 1 and strides[-1] != 1:
+                tensor = tensor.contiguous()
+                strides = tensor.stride()
+            row, col = 0, 1
+        else:
+            row, col = (0 if shape[-1] == 1 else strides[-1]), 1
+        table = _offsets(self.batch, shape[:dims], strides[:dims])
+        self.alive += (tensor, table)
+        return tensor.data_ptr(), table.data_ptr(), row, col
+
+
+_FLEXIBLE = frozenset({"scale", "bias", "mask"})
+
+
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    terms: Sequence[Term],
+    softcap: float | None,
+) -> tuple[_Call, bytes, torch.dtype]:
+    if len(terms) > 1:
+        raise ValueError(f"the native backend serves at most one term; got {len(terms)}")
+    if query.dtype not in _CODES:
+        raise TypeError(f"the native backend serves {', '.join(map(str, _CODES))}; got {query.dtype}")
+    if query.dim() < 2 or key.dim() < 2:
+        raise ValueError("query and key need at least two dimensions")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be positive and finite; got {softcap}")
+    acc = torch.float64 if query.dtype == torch.float64 else torch.float32
+    term = terms[0] if terms else None
+    start, stop, query_segment, key_segment, mask, hole = (
+        (term.start, term.stop, term.query_segment, term.key_segment, term.mask, term.hole)
+        if term is not None
+        else (None, None, None, None, None, False)
+    )
+    if (query_segment is None) != (key_segment is None):
+        raise ValueError("query_segment and key_segment come together")
+    if bias is not None and bias.dtype not in _CODES:
+        raise TypeError(f"bias must be a floating tensor; got {bias.dtype}")
+    Q, D = query.shape[-2:]
+    K = key.shape[-2]
+    V = value.shape[-1] if value is not None else 0
+    call = _Call(
+        query,
+        (
+            (query, 2), (key, 2), (value, 2), (scale, 1), (bias, 2), (target, 1), (start, 1), (stop, 1),
+            (query_segment, 1), (key_segment, 1), (mask, 2),
+        ),
+        K,
+    )  # fmt: skip
+    at = call.operand
+    problem = _PROBLEM.pack(
+        math.prod(call.batch), Q, K, D, V,
+        _CODES[query.dtype], 0 if bias is None else _CODES[bias.dtype], torch.get_num_threads(), hole,
+        softcap or 0.0,
+        *at(query, (Q, D), query.dtype, "query"),
+        *at(key, (K, D), query.dtype, "key"),
+        *at(value, (K, V), query.dtype, "value"),
+        *at(scale, (Q,), acc, "scale"),
+        *(_NOTHING if bias is None else at(bias, (Q, K), bias.dtype, "bias")),
+        *at(target, (Q,), torch.int64, "target"),
+        *at(start, (Q,), torch.int32, "start"),
+        *at(stop, (Q,), torch.int32, "stop"),
+        *at(query_segment, (Q,), torch.int32, "query_segment"),
+        *at(key_segment, (K,), torch.int32, "key_segment"),
+        *at(mask, (Q, K), torch.bool, "mask"),
+    )  # fmt: skip
+    return call, problem, acc
+
+
+def _checked(columns: ColumnSums | None, call: _Call, acc: torch.dtype) -> tuple[Tensor | None, ...]:
+    if columns is None:
+        return (None,) * 4
+    if math.prod(call.batch) != 1:
+        raise ValueError(f"column sums need a single batch entry; got batch {call.batch}")
+    for x in columns:
+        if x is not None and (x.dtype != acc or tuple(x.shape) != (call.n_key,) or not x.is_contiguous() or x.device.type != "cpu"):
+            raise ValueError(f"column sums must be contiguous {acc} ({call.n_key},) on the CPU; got {x.dtype}, {tuple(x.shape)}")
+    return tuple(columns)
+
+
+def _library() -> ctypes.CDLL:
+    library, reason = _find()
+    if library is None:
+        raise RuntimeError(f"no native backend: {reason}")
+    return library.handle
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def reduce(
+    query: Tensor,  # (*b, Q, D)
+    key: Tensor,  # (*b, K, D)
+    value: Tensor | None,  # (*b, K, V)
+    scale: Tensor,  # (*b, Q or 1), accumulation dtype
+    bias: Tensor | None,  # (*b, Q or 1, K or 1)
+    target: Tensor | None,  # (*b, Q) int64
+    terms: Sequence[Term],
+    softcap: float | None,
+    *,
+    moments: bool,
+    rank: bool,
+    columns: ColumnSums | None = None,
+) -> Sums | None:
+    """Row sums over the visible keys; None where a result is not finite.
+
+    With `columns`, the sums of every key over the rows that see it are written there, from the same products.
+
+    A NaN or infinity in a key or value that some row may not see can end up in that row (0 * NaN), so a result that is
+    not finite proves nothing: the caller then asks a backend that looks at every key.
+    """
+    handle = _library()
+    call, problem, acc = _prepare(query, key, value, scale, bias, target, terms, softcap)
+    rows = (*call.batch, call.n_query)
+    peak, mass = torch.empty(rows, dtype=acc), torch.empty(rows, dtype=acc)
+    first = torch.empty(rows, dtype=acc) if moments else None
+    second = torch.empty(rows, dtype=acc) if moments else None
+    moment = torch.empty((*rows, value.shape[-1]), dtype=acc) if value is not None else None
+    count = torch.empty(rows, dtype=torch.int64)
+    score = torch.empty(rows, dtype=acc) if target is not None else None
+    ranks = torch.empty(rows, dtype=torch.int64) if rank and target is not None else None
+    outcome = handle.partita_reduce(
+        problem,
+        _SUMS.pack(*map(_address, (peak, mass, first, second, moment, score, count, ranks, *_checked(columns, call, acc)))),
+    )
+    if outcome == _NO_MEMORY:
+        raise MemoryError("the native backend could not allocate its scratch memory")
+    return Sums(peak, mass, first, second, moment, count, score, ranks) if outcome == _FINITE else None
+
+
+class Gradients(NamedTuple):
+    """Gradients with the shapes of their operands; None where not needed."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    scale: Tensor | None  # accumulation dtype
+    bias: Tensor | None  # accumulation dtype
+
+
+def _broadcast(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(steps))
+
+
+def _fold(full: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Summed over the batch dimensions in which `like` has size 1."""
+    return None if full is None else full.sum_to_size(like.shape).to(dtype)
+
+
+def reduce_backward(
+    query: Tensor,  # (*b, Q, D)
+    key: Tensor,  # (*b, K, D)
+    value: Tensor | None,  # (*b, K, V)
+    scale: Tensor,  # (*b, Q or 1)
+    bias: Tensor | None,  # (*b, Q or 1, K or 1)
+    target: Tensor | None,  # (*b, Q) int64
+    terms: Sequence[Term],
+    softcap: float | None,
+    peak: Tensor,  # (*b, Q), as `reduce` gave it
+    g_mass: Tensor | None,  # (*b, Q), like the next ones
+    g_first: Tensor | None,
+    g_second: Tensor | None,
+    g_moment: Tensor | None,  # (*b, Q, V)
+    g_target: Tensor | None,
+    needs: tuple[bool, bool, bool, bool, bool],  # query, key, value, scale, bias
+    columns: ColumnSums | None = None,  # the peaks `reduce` gave, and upstream gradients of the column sums
+) -> Gradients | None:
+    """Gradients of the sums of `reduce`, at the same operands; None where a result is not finite, as there."""
+    handle = _library()
+    if g_moment is not None and (value is None or columns is not None):
+        raise ValueError("g_moment needs a value, and no columns")
+    value_like, value = value, None if g_moment is None else value
+    if target is None:
+        g_target = None
+    call, problem, acc = _prepare(query, key, value, scale, bias, target, terms, softcap)
+    batch, Q, K, D = call.batch, call.n_query, call.n_key, query.shape[-1]
+    V = value.shape[-1] if value is not None else 0
+    rows, dims = (*batch, Q), len(batch)
+
+    def given(g: Tensor | None, shape: tuple[int, ...], name: str) -> Tensor | None:
+        if g is None:
+            return None
+        if g.dtype != acc or tuple(g.shape) != shape or g.device.type != "cpu":
+            raise ValueError(f"{name} must be {acc} of shape {shape} on the CPU; got {g.dtype}, {tuple(g.shape)}, {g.device}")
+        return g.contiguous()
+
+    upstream = [
+        given(g, rows if g is not g_moment else (*rows, V), name)
+        for name, g in (("peak", peak), ("g_mass", g_mass), ("g_first", g_first), ("g_second", g_second),
+                        ("g_moment", g_moment), ("g_target", g_target))
+    ]  # fmt: skip
+    shared = key.shape[:-2] if value is None else _broadcast(key.shape[:-2], value.shape[:-2])
+    group = _offsets(batch, tuple(shared), _strides(shared))
+    need_query, need_key, need_value, need_scale, need_bias = needs
+    if not math.prod(rows) or not K:  # nothing to see; and an empty tensor has no address
+        zeros = [
+            torch.zeros(x.shape, dtype=x.dtype if i < 3 else acc) if need and x is not None else None
+            for i, (x, need) in enumerate(zip((query, key, value_like, scale, bias), needs, strict=True))
+        ]
+        return Gradients(*zeros)
+    query_grad = torch.empty((*rows, D), dtype=acc) if need_query else None
+    scale_grad = torch.empty(rows, dtype=acc) if need_scale else None
+    key_grad = torch.empty((*shared, K, D), dtype=acc) if need_key else None
+    value_grad = torch.empty((*shared, K, V), dtype=acc) if need_value and value is not None else None
+    by_row = by_col = dense = None
+    where = _NOTHING
+    repeats = False
+    if need_bias and bias is not None:
+        if bias.shape[-1] == 1:
+            by_row = torch.empty(rows, dtype=acc)
+        elif bias.shape[-2] == 1:
+            by_col = torch.zeros((*batch, K), dtype=acc)
+        else:
+            dense = torch.zeros(bias.shape, dtype=acc)
+            table = _offsets(batch, tuple(bias.shape[:dims]), dense.stride()[:dims])
+            call.alive.append(table)
+            where = dense.data_ptr(), table.data_ptr(), K, 1
+            repeats = math.prod(bias.shape[:dims]) < math.prod(batch)
+    outcome = handle.partita_reduce_backward(
+        problem,
+        _GRADIENTS.pack(
+            group.data_ptr(), math.prod(shared),
+            *map(_address, upstream),
+            *map(_address, (query_grad, scale_grad, key_grad, value_grad, by_row, by_col)),
+            *where, repeats,
+            *map(_address, _checked(columns, call, acc)),
+        ),
+    )  # fmt: skip
+    if outcome == _NO_MEMORY:
+        raise MemoryError("the native backend could not allocate its scratch memory")
+    if outcome == _NOT_FINITE:
+        return None
+    if need_value and value is None and value_like is not None:
+        value_grad = torch.zeros((), dtype=value_like.dtype).expand(value_like.shape)
+    bias_grad = None
+    if need_bias and bias is not None:
+        full = by_row[..., None] if by_row is not None else by_col[..., None, :] if by_col is not None else dense
+        bias_grad = _fold(full, bias, acc)
+    return Gradients(
+        _fold(query_grad, query, query.dtype),
+        _fold(key_grad, key, key.dtype),
+        _fold(value_grad, value_like, value_like.dtype) if value_like is not None else None,
+        _fold(scale_grad, scale, acc),
+        bias_grad,
+    )

@@ -1,0 +1,267 @@
+"""What is wanted of a pass, in canonical form.
+
+Every tensor gets the same number of batch dimensions, of size 1 where it broadcasts, so that a backend, vmap and the
+gradient of a broadcast operand need no special case. Grouped queries become one more batch dimension in which key and
+value have size 1: keys are never repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from partita import _checks
+from partita._terms import Term
+from partita.engine.state import autocasts
+from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.support import Support
+
+__all__ = ["Request", "accumulation_dtype", "build", "extend", "output_dtype"]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays; everything below is summed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    query: Tensor  # (*b, Q, D)
+    key: Tensor  # (*b, K, D)
+    value: Tensor | None  # (*b, K, V)
+    scale: Tensor  # (*b, Q or 1), accumulation dtype
+    bias: Tensor | None  # (*b, Q or 1, K or 1)
+    target: Tensor | None  # (*b, Q) int64
+    terms: tuple[Term, ...]  # () shows every key
+    softcap: float | None
+    cap_bias: bool = False  # the bias is added before the softcap, not after
+    groups: int = 1  # queries per key head; the last batch dimension was split by it
+    rank: bool = False
+    statistics: bool = True  # first and second moments of the score
+
+    @property
+    def n_query(self) -> int:
+        return self.query.shape[-2]
+
+    @property
+    def n_key(self) -> int:
+        return self.key.shape[-2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all sums."""
+        return accumulation_dtype(self.query.dtype)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The broadcast of all operands' batch dimensions: that of the rows."""
+        shapes = [t.shape[:-2] for t in (self.query, self.key, self.value, self.bias) if t is not None]
+        shapes += [t.shape[:-1] for t in (self.scale, self.target) if t is not None]
+        for term in self.terms:
+            shapes += [t.shape[:-1] for t in (term.start, term.stop, term.query_segment) if t is not None]
+            shapes += [term.key_segment.shape[:-1]] if term.key_segment is not None else []
+            shapes += [term.mask.shape[:-2]] if term.mask is not None else []
+        return _checks.broadcast(*shapes)
+
+    def ungroup(self, rows: Tensor, tail: int = 0) -> Tensor:
+        """Row results with the heads in one dimension again; `tail` dimensions follow the rows."""
+        return rows if self.groups == 1 else rows.flatten(-3 - tail, -2 - tail)
+
+
+def build(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    support: Support | None = None,
+    softcap: float | None = None,
+    cap_bias: bool = False,
+    grouped: bool = False,
+    batch: Sequence[int] = (),
+) -> Request:
+    """Check everything, align everything; computes nothing of the distribution. `batch` is one more to broadcast to."""
+    query, key = (_lowered(t) for t in (query, key))
+    _checks.check_pair(query, key)
+    n_query, n_key = query.shape[-2], key.shape[-2]
+    if bias is not None:
+        _checks.check_bias(bias, n_query, n_key)
+    if softcap is not None:
+        _checks.check_positive("softcap", softcap)
+    groups = _groups(query, key) if grouped else 1
+    scale = _scale(scale, query)
+    _checks.check_device(("query", "bias"), (query, bias))
+    lead = tuple(key.shape[:-2])
+    rows = _checks.broadcast_batch(
+        (
+            ("query", query.shape[:-2]),
+            ("key", (*lead[:-1], lead[-1] * groups) if groups > 1 else lead),
+            ("bias", () if bias is None else bias.shape[:-2]),
+            ("scale", scale.shape[:-1]),
+            ("value or target", batch),
+        )
+    )
+    terms = () if support is None else support.bind(n_query, n_key, rows, query.device)
+    request = Request(
+        _pad(query, len(rows), 2),
+        _pad(key, len(rows), 2),
+        None,
+        _pad(scale, len(rows), 1),
+        None if bias is None else _pad(bias, len(rows), 2),
+        None,
+        () if any(term.trivial for term in terms) else terms,
+        None if softcap is None else float(softcap),
+        cap_bias,
+        groups,
+    )
+    return _split_heads(request, groups) if groups > 1 else request
+
+
+def extend(
+    request: Request,
+    *,
+    value: Tensor | None = None,
+    target: Tensor | None = None,
+    rank: bool = False,
+    statistics: bool = True,
+) -> Request | None:
+    """The same request with a value or a target; None if they have more batch dimensions than it."""
+    n_batch = request.query.dim() - 2 - (request.groups > 1)
+    if value is not None:
+        value = _lowered(value)
+        _check_value(value, request)
+        if value.dim() - 2 > n_batch:
+            return None
+        value = _pad(value, n_batch, 2)
+    if target is not None:
+        _check_target(target, request)
+        if target.dim() - 1 > n_batch:
+            return None
+        target = _pad(target.long(), n_batch, 1)
+    if request.groups > 1:
+        value = None if value is None else value.unsqueeze(-3)
+        target = None if target is None else _split(target, 1, request.groups)
+    named: list[tuple[str, Sequence[int]]] = [("query and key", request.batch)]
+    named += [("value", value.shape[:-2])] if value is not None else []
+    named += [("target", target.shape[:-1])] if target is not None else []
+    _checks.broadcast_batch(named)
+    return replace(request, value=value, target=target, rank=rank, statistics=statistics)
+
+
+def _check_value(value: Tensor, request: Request) -> None:
+    _checks.check_value(value, request.key)
+    heads = request.key.shape[-4:-3] if request.groups > 1 else ()
+    if heads and (value.dim() < 3 or value.shape[-3] != heads[0]):
+        raise ShapeError(f"key and value must have as many heads; got {heads[0]} and {_checks.shape_text(value)}.")
+
+
+def _check_target(target: Tensor, request: Request) -> None:
+    _checks.check_target(target, request.n_key)
+    if target.dim() == 0 or target.shape[-1] != request.n_query:
+        raise ShapeError(
+            f"target must have one index per query, shape (..., {request.n_query}); got {_checks.shape_text(target)}."
+        )
+    _checks.check_device(("query", "target"), (request.query, target))
+
+
+def output_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of results that follow this input's: its own, or autocast's."""
+    kind = tensor.device.type
+    lowered = autocasts(kind) and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if lowered else tensor.dtype
+
+
+def _lowered(tensor: Tensor) -> Tensor:
+    """Under autocast, products are taken in its dtype, as torch's own are."""
+    if isinstance(tensor, Tensor) and tensor.is_floating_point() and autocasts(tensor.device.type):
+        return tensor.to(output_dtype(tensor))
+    return tensor
+
+
+def _scale(scale: float | Tensor, query: Tensor) -> Tensor:
+    """The scale as a tensor (..., n_query or 1) in the accumulation dtype."""
+    dtype = accumulation_dtype(query.dtype)
+    if isinstance(scale, Tensor):
+        if not scale.is_floating_point():
+            raise DtypeError(f"scale must be a real number or a floating tensor; got {scale.dtype}. Use scale.float().")
+        if scale.dim() and scale.shape[-1] not in (1, query.shape[-2]):
+            raise ShapeError(
+                f"scale must broadcast to the rows (..., {query.shape[-2]}); got {_checks.shape_text(scale)}. "
+                f"A scale per head is scale[:, None]."
+            )
+        if _checks.has_values(scale) and scale.device.type == "cpu" and not bool(scale.isfinite().all()):
+            raise ValueRangeError("scale must be finite; the tensor given holds nan or inf.")
+        scale = scale.to(device=query.device, dtype=dtype)
+        return scale if scale.dim() else scale[None]
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueRangeError(
+            f"scale must be a finite number, a tensor or a policy of partita.scale; got {scale!r}. "
+            f"None means 1 (1/sqrt(dim) in attention)."
+        )
+    return torch.full((1,), float(scale), dtype=dtype, device=query.device)
+
+
+def _groups(query: Tensor, key: Tensor) -> int:
+    """Query heads per key head."""
+    if query.dim() < 3 or key.dim() < 3:
+        raise ShapeError(
+            f"grouped queries need a head dimension, (..., heads, n, dim); got query {_checks.shape_text(query)} "
+            f"and key {_checks.shape_text(key)}."
+        )
+    many, few = query.shape[-3], key.shape[-3]
+    if few == 0 or many % few:
+        raise ShapeError(
+            f"with grouped queries, query heads must be a multiple of key heads; got {many} and {few}. "
+            f"Check the head dimension, the third from the right."
+        )
+    return many // few
+
+
+def _pad(tensor: Tensor, n_batch: int, tail: int) -> Tensor:
+    """Left-pad the batch dimensions with ones up to n_batch."""
+    missing = n_batch + tail - tensor.dim()
+    return tensor.view(*[1] * missing, *tensor.shape) if missing > 0 else tensor
+
+
+def _split(tensor: Tensor, tail: int, groups: int) -> Tensor:
+    at = tensor.dim() - tail - 1
+    heads = tensor.shape[at]
+    out: Tensor = tensor.unflatten(at, (1, 1) if heads == 1 else (heads // groups, groups))
+    return out
+
+
+def _split_heads(request: Request, groups: int) -> Request:
+    """The head dimension of size heads (or 1) becomes (key heads, groups) (or (1, 1))."""
+
+    def split(tensor: Tensor | None, tail: int) -> Tensor | None:
+        return None if tensor is None else _split(tensor, tail, groups)
+
+    terms = tuple(
+        Term(
+            split(t.start, 1),
+            split(t.stop, 1),
+            split(t.query_segment, 1),
+            split(t.key_segment, 1),
+            split(t.mask, 2),
+            t.hole,
+        )
+        for t in request.terms
+    )
+    scale = split(request.scale, 1)
+    query = split(request.query, 2)
+    assert scale is not None
+    assert query is not None
+    return replace(
+        request,
+        query=query,
+        key=request.key.unsqueeze(-3),
+        value=None if request.value is None else request.value.unsqueeze(-3),
+        scale=scale,
+        bias=split(request.bias, 2),
+        target=split(request.target, 1),
+        terms=terms,
+    )

@@ -1,0 +1,211 @@
+"""One tile: its scores, its sums, and the one backward formula.
+
+    s    = softcap(scale * <query, key>) + bias              -inf where not visible
+    e    = exp(s - peak),  c = s - peak
+    ds   = e * (g_mass + g_first (1 + c) + g_second (2 c + c^2) + <g_moment, value>) + g_target [j = target]
+
+Legend: q rows of a tile, k columns, D the compared dimension, V the value's. Written without in-place operations, so
+that the second derivative is torch's own derivative of `gradients`.
+
+0 * nan is the trap of every masked product. Operands are cleaned once (`Clean`): products run on finite numbers, and
+exactly the visible places of a bad entry are marked nan afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita._checks import has_values
+from partita._terms import cut
+from partita.engine.request import Request
+from partita.engine.state import LOWEST, State, centre, product
+
+__all__ = ["Clean", "Operands", "gradients", "row_slice", "scores", "sums"]
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """What the gradient is taken of: slices of the request's tensors, in the accumulation dtype."""
+
+    query: Tensor  # (*b, q, D)
+    key: Tensor  # (*b, k, D)
+    value: Tensor | None  # (*b, k, V)
+    scale: Tensor  # (*b, q or 1)
+    bias: Tensor | None  # (*b, q or 1, k or 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Clean:
+    """A request whose query, key and value are finite, and where they were not."""
+
+    request: Request
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    bad_query: Tensor | None  # (*b, Q, 1): a row that held nan or inf
+    bad_key: Tensor | None  # (*b, K)
+    bad_value: Tensor | None  # the value as given, if it was not finite
+
+    @staticmethod
+    def of(request: Request) -> Clean:
+        query, bad_query = _finite(request.query)
+        key, bad_key = _finite(request.key)
+        value, bad_value = (None, None) if request.value is None else _finite(request.value)
+        return Clean(
+            request,
+            query,
+            key,
+            value,
+            None if bad_query is None else bad_query.any(-1, keepdim=True),
+            None if bad_key is None else bad_key.any(-1),
+            None if bad_value is None else request.value,
+        )
+
+    def operands(self, rows: slice, cols: slice) -> Operands:
+        request, dtype = self.request, self.request.dtype
+        return Operands(
+            self.query[..., rows, :].to(dtype),
+            self.key[..., cols, :].to(dtype),
+            None if self.value is None else self.value[..., cols, :].to(dtype),
+            row_slice(request.scale, rows),
+            None if request.bias is None else cut(request.bias, rows, cols).to(dtype),
+        )
+
+
+def _finite(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    good = tensor.isfinite()
+    if has_values(tensor) and bool(good.all()):
+        return tensor, None
+    return torch.where(good, tensor, torch.zeros_like(tensor)), ~good
+
+
+def row_slice(vector: Tensor, rows: slice) -> Tensor:
+    """Rows of a per-row vector; one of size 1 serves all rows."""
+    return vector if vector.shape[-1] == 1 else vector[..., rows]
+
+
+def _against(rows: Tensor, matrix: Tensor) -> Tensor:
+    """rows @ matrix; a batch dimension the matrix lacks joins the rows, so that the matrix is not repeated."""
+    if rows.dim() > 2 and matrix.shape[-3] == 1 and rows.shape[-3] > 1:
+        flat = product(rows.flatten(-3, -2), matrix.squeeze(-3))
+        out: Tensor = flat.unflatten(-2, rows.shape[-3:-1])
+        return out
+    return product(rows, matrix)
+
+
+def _gathered(weight: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
+    """weight^T @ rows, summed to `shape`; the mirror of `_against`."""
+    if weight.dim() > 2 and shape[-3] == 1 and weight.shape[-3] > 1:
+        rows = rows.expand(*rows.shape[:-3], weight.shape[-3], *rows.shape[-2:])
+        flat = product(weight.flatten(-3, -2).mT, rows.flatten(-3, -2))
+        return flat.unsqueeze(-3).sum_to_size(shape)
+    return product(weight.mT, rows).sum_to_size(shape)
+
+
+def scores(
+    clean: Clean, x: Operands, rows: slice, cols: slice, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scores of a tile (-inf where not visible), its final mask, and the slope of the softcap."""
+    cap = clean.request.softcap
+    s = _against(x.query * x.scale[..., None], x.key.mT)
+    slope: Tensor | None = None
+    if cap is None:
+        s = s if x.bias is None else s + x.bias
+    else:
+        before = x.bias if clean.request.cap_bias else None
+        after = None if clean.request.cap_bias else x.bias
+        t = torch.tanh((s if before is None else s + before) / cap)
+        s, slope = cap * t, 1 - t * t
+        s = s if after is None else s + after
+    if x.bias is not None:
+        shown = x.bias != -torch.inf
+        mask = shown if mask is None else mask & shown
+    if clean.bad_query is not None:
+        s = s.masked_fill(clean.bad_query[..., rows, :], torch.nan)
+    if clean.bad_key is not None:
+        s = s.masked_fill(clean.bad_key[..., None, cols], torch.nan)
+    if mask is not None:
+        s = s.masked_fill(~mask, -torch.inf)
+    return s, mask, slope
+
+
+def sums(clean: Clean, x: Operands, s: Tensor, mask: Tensor | None, cols: slice) -> State:
+    """The state of one tile; uses up the scores."""
+    peak = s.amax(-1)
+    empty = peak.isneginf()
+    c = s.sub_(torch.where(empty, torch.zeros_like(peak), peak)[..., None]).clamp_(min=LOWEST)
+    weight = c.exp()
+    mass = weight.sum(-1)
+    first = spread = torch.zeros_like(mass)
+    if clean.request.statistics:
+        first = torch.linalg.vecdot(weight, c)
+        mean = first / torch.where(empty, torch.ones_like(mass), mass)
+        c.sub_(mean[..., None]).square_()
+        spread = torch.linalg.vecdot(weight, c)
+    if mask is None:
+        count = torch.full_like(mass, s.shape[-1])
+    else:
+        count = mask.expand(*mask.shape[:-2], *s.shape[-2:]).sum(-1).to(mass.dtype).expand_as(mass)
+    moment = None
+    if x.value is not None:
+        moment = _against(weight, x.value)
+        if clean.bad_value is not None:
+            moment = _poison(moment, clean.bad_value[..., cols, :], mask, s)
+    return State(peak, mass, first, spread, count, moment)
+
+
+def _poison(result: Tensor, given: Tensor, mask: Tensor | None, s: Tensor) -> Tensor:
+    """Put nan, inf and -inf of the given values into the rows that see them."""
+    seen = torch.ones_like(s) if mask is None else mask.to(s.dtype).expand_as(s)
+    high = _against(seen, given.isposinf().to(s.dtype)) > 0
+    low = _against(seen, given.isneginf().to(s.dtype)) > 0
+    lost = (_against(seen, given.isnan().to(s.dtype)) > 0) | (high & low)
+    result = torch.where(high, torch.inf, torch.where(low, -torch.inf, result))
+    return torch.where(lost, torch.nan, result)
+
+
+@dataclass(frozen=True, eq=False)
+class Upstream:
+    """Gradients of the row sums, for the rows of a tile."""
+
+    mass: Tensor  # (*b, q)
+    first: Tensor
+    second: Tensor
+    moment: Tensor | None  # (*b, q, V)
+    target: Tensor | None  # (*b, q)
+
+
+def gradients(
+    clean: Clean, x: Operands, g: Upstream, peak: Tensor, rows: slice, cols: slice, mask: Tensor | None
+) -> Operands:
+    """Gradients of a tile's operands, each in its operand's shape."""
+    s, mask, slope = scores(clean, x, rows, cols, mask)
+    c, e = centre(s, peak)
+    pull = (g.mass + g.first)[..., None] + c * ((g.first + 2 * g.second)[..., None] + c * g.second[..., None])
+    grad_value: Tensor | None = None
+    if x.value is not None and g.moment is not None:
+        pull = pull + _against(g.moment, x.value.mT)
+        grad_value = _gathered(e, g.moment, x.value.shape)
+    ds = e * pull
+    if g.target is not None and clean.request.target is not None:
+        at = clean.request.target[..., rows] - cols.start
+        hit = torch.arange(s.shape[-1], device=s.device) == at[..., None]
+        ds = ds + hit * g.target[..., None]
+    if mask is not None:
+        ds = torch.where(mask, ds, torch.zeros_like(ds))
+    grad_bias = None if x.bias is None or clean.request.cap_bias else ds.sum_to_size(x.bias.shape)
+    if slope is not None:
+        ds = ds * slope
+    if x.bias is not None and clean.request.cap_bias:
+        grad_bias = ds.sum_to_size(x.bias.shape)
+    toward = _against(ds, x.key)  # d / d (scale * query)
+    return Operands(
+        (toward * x.scale[..., None]).sum_to_size(x.query.shape),
+        _gathered(ds, x.query * x.scale[..., None], x.key.shape),
+        grad_value,
+        (toward * x.query).sum(-1).sum_to_size(x.scale.shape),
+        grad_bias,
+    )

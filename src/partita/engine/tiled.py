@@ -1,0 +1,203 @@
+"""Backend: tiles, one at a time, on any torch device; scores are recomputed in the backward pass.
+
+The loop over a row tile is: score the next keys, take their sums, merge. Neither rows nor columns are ever whole unless
+they fit. `dense` is the same loop with a single tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from partita._terms import cut
+from partita.engine.grid import Grid
+from partita.engine.request import Request
+from partita.engine.state import State
+from partita.engine.tile import Clean, Operands, Upstream, gradients, row_slice, scores, sums
+
+__all__ = ["Sums", "backward", "forward", "second_order"]
+
+
+class Sums(NamedTuple):
+    """Everything a forward pass gives, per row."""
+
+    state: State
+    target_score: Tensor | None
+    rank: Tensor | None
+
+
+def _neutral(request: Request, n_query: int) -> State:
+    rows = (*request.batch, n_query)
+    new = request.scale
+    moment = None if request.value is None else new.new_zeros(*rows, request.value.shape[-1])
+    mass, first, spread, count = (new.new_zeros(rows) for _ in range(4))
+    return State(new.new_full(rows, -torch.inf), mass, first, spread, count, moment)
+
+
+@torch.no_grad()
+def forward(request: Request, *, shape: tuple[int, int] | None = None) -> Sums:
+    """State, target score and rank of every row."""
+    clean, grid = Clean.of(request), Grid(request, shape)
+    parts: list[Sums] = []
+    for index, rows in enumerate(grid.rows):
+        state = _neutral(request, rows.stop - rows.start)
+        target = None if request.target is None else torch.full_like(state.peak, -torch.inf)
+        for cols, mask in grid.visit(index):
+            x = clean.operands(rows, cols)
+            s, mask, _ = scores(clean, x, rows, cols, mask)
+            if target is not None and request.target is not None:
+                target = _pick(s, request.target[..., rows], cols, target)
+            state = state.merge(sums(clean, x, s, mask, cols))
+        rank = _rank(clean, grid, index, target) if request.rank and target is not None else None
+        parts.append(Sums(state, target, rank))
+    return _stack(parts, request)
+
+
+def _pick(s: Tensor, target: Tensor, cols: slice, so_far: Tensor) -> Tensor:
+    """The target's score, once its tile comes by."""
+    at = target - cols.start
+    inside = (at >= 0) & (at < s.shape[-1])
+    index = at.clamp(0, s.shape[-1] - 1)[..., None].expand(*so_far.shape, 1)
+    found = s.expand(*so_far.shape, s.shape[-1]).gather(-1, index)[..., 0]
+    return torch.where(inside, found, so_far)
+
+
+def _rank(clean: Clean, grid: Grid, index: int, target_score: Tensor) -> Tensor:
+    """A second sweep: only now is the score known that others are compared with, with the same rounding."""
+    target = clean.request.target
+    assert target is not None
+    rows = grid.rows[index]
+    rank = torch.zeros(target_score.shape, dtype=torch.int64, device=target_score.device)
+    for cols, mask in grid.visit(index):
+        s, _, _ = scores(clean, clean.operands(rows, cols), rows, cols, mask)
+        other = torch.arange(cols.start, cols.stop, device=s.device) != target[..., rows, None]
+        rank += ((s > target_score[..., None]) & other).sum(-1)
+    return rank
+
+
+def _stack(parts: list[Sums], request: Request) -> Sums:
+    if not parts:
+        empty = _neutral(request, 0)
+        none = None if request.target is None else empty.peak.clone()
+        return Sums(empty, none, torch.zeros_like(empty.peak, dtype=torch.int64) if request.rank else None)
+
+    def rows(name: str) -> Tensor:
+        return torch.cat([getattr(part.state, name) for part in parts], -1)
+
+    moment = None
+    if request.value is not None:
+        moment = torch.cat([part.state.moment for part in parts if part.state.moment is not None], -2)
+    state = State(rows("peak"), rows("mass"), rows("first"), rows("spread"), rows("count"), moment)
+    target = [part.target_score for part in parts if part.target_score is not None]
+    rank = [part.rank for part in parts if part.rank is not None]
+    return Sums(state, torch.cat(target, -1) if target else None, torch.cat(rank, -1) if rank else None)
+
+
+class Accumulator:
+    """Gradients of all operands, added up tile by tile in the accumulation dtype."""
+
+    def __init__(self, request: Request, needs: tuple[bool, ...]):
+        given = Operands(request.query, request.key, request.value, request.scale, request.bias)
+        self.total: dict[str, Tensor] = {}
+        for field, needed in zip(fields(given), needs, strict=True):
+            tensor = getattr(given, field.name)
+            if needed and tensor is not None:
+                self.total[field.name] = torch.zeros_like(tensor, dtype=request.dtype)
+
+    def add(self, part: Operands, rows: slice, cols: slice) -> None:
+        for name, total in self.total.items():
+            piece = getattr(part, name)
+            if piece is not None:
+                view = _view(name, total, rows, cols)
+                view += piece
+
+
+def _view(name: str, tensor: Tensor, rows: slice, cols: slice) -> Tensor:
+    if name == "query":
+        return tensor[..., rows, :]
+    if name in ("key", "value"):
+        return tensor[..., cols, :]
+    return row_slice(tensor, rows) if name == "scale" else cut(tensor, rows, cols)
+
+
+def _upstream(g: Upstream, rows: slice) -> Upstream:
+    return Upstream(
+        g.mass[..., rows],
+        g.first[..., rows],
+        g.second[..., rows],
+        None if g.moment is None else g.moment[..., rows, :],
+        None if g.target is None else g.target[..., rows],
+    )
+
+
+@torch.no_grad()
+def backward(
+    request: Request, peak: Tensor, g: Upstream, needs: tuple[bool, ...], *, shape: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """Gradients of (query, key, value, scale, bias), as far as needed, in the accumulation dtype."""
+    clean, grid = Clean.of(request), Grid(request, shape)
+    total = Accumulator(request, needs)
+    for index, rows in enumerate(grid.rows):
+        gr = _upstream(g, rows)
+        for cols, mask in grid.visit(index):
+            x = clean.operands(rows, cols)
+            total.add(gradients(clean, x, gr, peak[..., rows], rows, cols, mask), rows, cols)
+    return total.total
+
+
+def second_order(
+    request: Request, peak: Tensor, g: Upstream, above: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Derivative of `backward`: gradients of the operands and of g, given those of its results.
+
+    With the peak held constant every sum over keys is a sum over tiles, so this too goes tile by tile.
+    """
+    clean, grid = Clean.of(request), Grid(request)
+    given = Operands(request.query, request.key, request.value, request.scale, request.bias)
+    whole = {**_present(given), **{"g_" + name: t for name, t in _present(g).items()}}
+    total = {name: torch.zeros_like(t, dtype=request.dtype) for name, t in whole.items()}
+    for index, rows in enumerate(grid.rows):
+        gr = _upstream(g, rows)
+        for cols, mask in grid.visit(index):
+            x = clean.operands(rows, cols)
+            inputs = {**_present(x), **{"g_" + name: t for name, t in _present(gr).items()}}
+            wanted = {name: _view(name, t, rows, cols) for name, t in above.items()}
+
+            def first_order(
+                given: dict[str, Tensor], rows: slice = rows, cols: slice = cols, mask: Tensor | None = mask
+            ) -> dict[str, Tensor]:
+                xs = Operands(**{f.name: given.get(f.name) for f in fields(Operands)})  # type: ignore[arg-type]
+                gs = Upstream(**{f.name: given.get("g_" + f.name) for f in fields(Upstream)})  # type: ignore[arg-type]
+                part = _present(gradients(clean, xs, gs, peak[..., rows], rows, cols, mask))
+                return {name: part[name] for name in above}
+
+            pull = torch.func.vjp(first_order, inputs)[1]
+            (back,) = pull(wanted)
+            for name, piece in back.items():
+                # added out of place: under vmap a piece may have a batch dimension the total lacks
+                total[name] = total[name] + _placed(name, piece, whole[name], rows, cols)
+    operands = {name: t for name, t in total.items() if not name.startswith("g_")}
+    return operands, {name[2:]: t for name, t in total.items() if name.startswith("g_")}
+
+
+def _placed(name: str, piece: Tensor, whole: Tensor, rows: slice, cols: slice) -> Tensor:
+    """A tile's piece in a tensor of the whole's size, zero elsewhere."""
+    over = (rows.start, whole.shape[-1] - rows.stop)  # of a row vector
+    if name in ("query", "g_moment"):
+        pad = (0, 0, rows.start, whole.shape[-2] - rows.stop)
+    elif name in ("key", "value"):
+        pad = (0, 0, cols.start, whole.shape[-2] - cols.stop)
+    elif name == "bias":
+        across = (0, 0) if whole.shape[-1] == 1 else (cols.start, whole.shape[-1] - cols.stop)
+        down = (0, 0) if whole.shape[-2] == 1 else (rows.start, whole.shape[-2] - rows.stop)
+        pad = (*across, *down)
+    else:
+        return torch.nn.functional.pad(piece, (0, 0) if whole.shape[-1] == 1 else over)
+    return torch.nn.functional.pad(piece, pad)
+
+
+def _present(group: Operands | Upstream) -> dict[str, Tensor]:
+    return {f.name: t for f in fields(group) if (t := getattr(group, f.name)) is not None}

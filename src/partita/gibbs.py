@@ -1,0 +1,348 @@
+"""Gibbs: the distribution over keys, kept as its ingredients, and everything that can be read off it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from partita import _terms, engine
+from partita._checks import broadcast
+from partita.engine import Request, State, Stats, Sums
+from partita.errors import ValueRangeError
+from partita.scale import Policy, TargetEntropy
+from partita.solve import as_mask, solve_scale
+from partita.support import Support
+
+__all__ = ["Gibbs", "explain"]
+
+
+class _Passes(dict[str, tuple[tuple[object, ...], Sums]]):
+    """Finished passes by what they read; a class of its own because a plain dict cannot be referred to weakly."""
+
+    target: Tensor | None = None  # the one the "target" pass has read
+    ready: tuple[tuple[object, ...], Request] | None = None
+    scale: float | Tensor = 1.0
+
+
+class Gibbs:
+    """A distribution over keys for each query.
+
+        p(j|i) = exp( softcap(scale_i * <query_i, key_j>) + bias_ij ) / Z_i        j in the support of i
+
+    Nothing of size n_query * n_key is built, except by `probs`. The first read fills all row statistics; later reads of
+    the same object share that pass and its graph.
+
+    >>> p = Gibbs(torch.zeros(2, 3), torch.zeros(5, 3))
+    >>> p.entropy()  # uniform over 5 keys: log 5
+    tensor([1.6094, 1.6094])
+
+    scale: None (1), a number, a tensor broadcastable to the rows, or a policy of `partita.scale`.
+    bias: broadcastable to (..., n_query, n_key); -inf hides a key.
+    grouped: query has a multiple of key's heads, (..., heads, n, dim).
+    cap_bias: the bias is added before the softcap instead of after it.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,  # (..., n_query, dim)
+        key: Tensor,  # (..., n_key, dim)
+        *,
+        scale: float | Tensor | Policy | None = None,
+        bias: Tensor | None = None,
+        support: Support | None = None,
+        softcap: float | None = None,
+        grouped: bool = False,
+        cap_bias: bool = False,
+    ):
+        self.query = query
+        self.key = key
+        self.bias = bias
+        self.support = support
+        self.softcap = softcap
+        self.grouped = grouped
+        self.cap_bias = cap_bias
+        self._given = 1.0 if scale is None else scale
+        self._passes = _Passes()
+        self._ready()  # every mistake is reported here, before anything is computed
+
+    # ---- how sharp -------------------------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> float | Tensor:
+        """The scale of each row: a policy's answer, or what was given."""
+        self._ready()
+        return self._passes.scale
+
+    def _resolve(self) -> float | Tensor:
+        policy = self._given
+        if not isinstance(policy, Policy):
+            return policy
+        if isinstance(policy, TargetEntropy):
+            if self.softcap is not None:
+                raise ValueRangeError("TargetEntropy takes no softcap: it solves for the scale of plain scores.")
+            if self.bias is not None:
+                self.support, self.bias = as_mask(self.bias, self.support), None
+            entropy = policy.target(self._visible())
+            return solve_scale(self.query, self.key, entropy=entropy, support=self.support, grouped=self.grouped)
+        return policy(self._visible(), self.query.shape[-1], self.query)
+
+    def _visible(self) -> Tensor:
+        """Visible keys per row before any pass: closed form for supports; a bias of -inf is looked at."""
+        request = self._request(1.0)
+        terms = request.terms
+        if request.bias is not None:
+            shown = _terms.Term(mask=request.bias != -torch.inf)
+            terms = tuple(_terms.conjunction(term, shown) for term in terms) if terms else (shown,)
+        count = _terms.visible(terms, request.n_query, request.n_key, request.batch, self.query.device)
+        return request.ungroup(count).to(request.dtype)
+
+    # ---- the pass --------------------------------------------------------------------------------------------------
+
+    def _request(self, scale: float | Tensor, batch: Sequence[int] = ()) -> Request:
+        return engine.build(
+            self.query,
+            self.key,
+            scale=scale,
+            bias=self.bias,
+            support=self.support,
+            softcap=self.softcap,
+            cap_bias=self.cap_bias,
+            grouped=self.grouped,
+            batch=batch,
+        )
+
+    def _ready(self) -> Request:
+        """The request without value or target, and the scale in it; renewed like a pass."""
+        known = self._passes.ready
+        if known is not None and (torch.compiler.is_compiling() or known[0] == self._stamp()):
+            return known[1]
+        if isinstance(self._given, Policy):
+            self._request(1.0)  # what else is wrong is said before a policy computes
+        self._passes.scale = self._resolve()
+        request = self._request(self._passes.scale)
+        self._passes.ready = (() if torch.compiler.is_compiling() else self._stamp(), request)
+        return request
+
+    def _stamp(self, target: Tensor | None = None) -> tuple[object, ...]:
+        """What a cached pass depends on besides this object: the grad mode, and whether a tensor was written to."""
+        learned = tuple(self._given.parameters()) if isinstance(self._given, torch.nn.Module) else ()
+        given = (self.query, self.key, self.bias, self._given, target, *learned)
+        versions = (t._version for t in given if isinstance(t, Tensor) and not t.is_inference())
+        return torch.is_grad_enabled(), *versions
+
+    def _pass(
+        self, value: Tensor | None = None, target: Tensor | None = None, *, rank: bool = False, statistics: bool = True
+    ) -> Sums:
+        """A pass with these extras, remembered for later reads of the row statistics."""
+        ready = self._ready()
+        request = engine.extend(ready, value=value, target=target, rank=rank, statistics=statistics)
+        if request is None:  # the value or the target brings batch dimensions of its own
+            rows = [t.shape[:-tail] for t, tail in ((value, 2), (target, 1)) if t is not None]
+            wider = self._request(self._passes.scale, broadcast(*rows))
+            request = engine.extend(wider, value=value, target=target, rank=rank, statistics=statistics)
+            assert request is not None
+        sums = engine.reduce(request)
+        if not torch.compiler.is_compiling():
+            self._forget_after_backward(sums, request.groups)
+            if statistics and request.batch == ready.batch:
+                self._passes["rows"] = (self._stamp(), sums)
+                if target is not None:
+                    self._passes["target"] = (self._stamp(target), sums)
+                    self._passes.target = target
+        return sums
+
+    def _forget_after_backward(self, sums: Sums, groups: int) -> None:
+        """Once a backward has run through a pass its graph may be gone: the next read starts a new one."""
+        node = sums.state.mass.grad_fn
+        if node is not None and groups > 1:
+            node = node.next_functions[0][0]  # behind the view that puts the heads together again
+        if node is not None:
+            passes = weakref.ref(self._passes)  # or the graph and this object would keep each other alive
+            node.register_prehook(lambda _: _forget(passes))
+
+    def _rows(self) -> State:
+        known = self._passes.get("rows")
+        if known is not None and known[0] == self._stamp():
+            return known[1].state
+        return self._pass().state
+
+    # ---- row statistics --------------------------------------------------------------------------------------------
+
+    def log_partition(self) -> Tensor:  # (..., n_query)
+        """log Z = log sum_j exp(score_j); -inf on an empty support."""
+        return self._rows().log_partition()
+
+    def entropy(self) -> Tensor:
+        """H = -sum_j p_j log p_j = log Z - E[score], computed centred at the peak; 0 on an empty support."""
+        return self._rows().entropy()
+
+    def mean_score(self) -> Tensor:
+        """E[score]."""
+        return self._rows().mean_score()
+
+    def score_variance(self) -> Tensor:
+        """Var[score]: minus the derivative of the entropy with respect to log scale, where there is no bias."""
+        return self._rows().score_variance()
+
+    def max_score(self) -> Tensor:
+        """max_j score_j; has no gradient (`top(1)` has)."""
+        return self._rows().max_score()
+
+    def visible(self) -> Tensor:
+        """Number of keys each query may see."""
+        return self._rows().visible()
+
+    def effective_width(self) -> Tensor:
+        """exp(H): between 1 and `visible`; 1 on an empty support, whose entropy is 0."""
+        return self.entropy().exp()
+
+    def stats(self) -> Stats:
+        """All row statistics, in one pass."""
+        return self._rows().stats()
+
+    # ---- reads that need more than the rows ------------------------------------------------------------------------
+
+    def expectation(self, value: Tensor) -> Tensor:  # (..., n_query, dim_value)
+        """E[value_j] under p(.|i), for value (..., n_key, dim_value); 0 on an empty support."""
+        return self.state(value).expectation().to(engine.output_dtype(value))
+
+    def state(self, value: Tensor | None = None, *, statistics: bool = True) -> State:
+        """The mergeable state of these keys; `partita.merge` joins those of other keys of the same queries.
+
+        statistics=False leaves out the moments of the score, for a reader of log Z and E[value] alone.
+        """
+        return self._rows() if value is None else self._pass(value, statistics=statistics).state
+
+    def nll(self, target: Tensor) -> Tensor:  # (..., n_query)
+        """-log p(target|i) = log Z - score_target; +inf where the target is not visible.
+
+        >>> Gibbs(torch.zeros(1, 2), torch.zeros(10, 2)).nll(torch.tensor([3]))  # log 10
+        tensor([2.3026])
+        """
+        return surprise(self._at(target))
+
+    def log_prob(self, target: Tensor) -> Tensor:
+        """log p(target|i)."""
+        return -self.nll(target)
+
+    def target_rank(self, target: Tensor) -> Tensor:  # (..., n_query) int64
+        """How many visible keys score higher than the target: 0 is the best."""
+        rank = self._at(target).rank
+        assert rank is not None
+        return rank
+
+    def _at(self, target: Tensor) -> Sums:
+        """The pass that reads this target, its rank included; the last one is remembered."""
+        known = self._passes.get("target")
+        if known is not None and self._passes.target is target and known[0] == self._stamp(target):
+            return known[1]
+        return self._pass(target=target, rank=True)
+
+    @torch.no_grad()
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:  # (..., n_query) int64
+        """One key per query, drawn from p by the Gumbel-max rule while streaming; -1 on an empty support."""
+        request = self._ready()
+        parts = []
+        for rows, tiles in engine.scan(request):
+            shape = (*request.batch, rows.stop - rows.start)
+            best = request.scale.new_full(shape, -torch.inf)
+            index = torch.full(shape, -1, dtype=torch.int64, device=self.query.device)
+            for cols, s in tiles:
+                noise = torch.empty_like(s).exponential_(generator=generator).log_()
+                top, at = (s - noise).max(-1)
+                better = top > best
+                best = torch.where(better, top, best)
+                index = torch.where(better, at + cols.start, index)
+            parts.append(index)
+        return request.ungroup(_rows_cat(parts, request, torch.int64))
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:  # (..., n_query, k) each
+        """The k best scores and their keys, best first; past the visible keys -inf and -1. Scores have a gradient."""
+        if not isinstance(k, int) or k < 0:
+            raise ValueRangeError(f"k must be a whole number, not negative; got {k!r}.")
+        request = self._ready()
+        with torch.no_grad():
+            found = [self._top_rows(request, rows, tiles, k) for rows, tiles in engine.scan(request)]
+            score = _rows_cat([s for s, _ in found], request, request.dtype, k)
+            index = _rows_cat([i for _, i in found], request, torch.int64, k)
+        given = (self.query, self.key, self.bias, self.scale)
+        if torch.is_grad_enabled() and [1 for t in given if isinstance(t, Tensor) and t.requires_grad]:
+            again = _score_at(request, index.clamp(min=0))
+            score = torch.where(index >= 0, again, score)
+        return request.ungroup(score, 1), request.ungroup(index, 1)
+
+    @staticmethod
+    def _top_rows(request: Request, rows: slice, tiles: object, k: int) -> tuple[Tensor, Tensor]:
+        shape = (*request.batch, rows.stop - rows.start, k)
+        score = request.scale.new_full(shape, -torch.inf)
+        index = torch.full(shape, -1, dtype=torch.int64, device=request.query.device)
+        for cols, s in tiles:  # type: ignore[attr-defined]
+            own, at = s.topk(min(k, s.shape[-1]), -1)
+            at = torch.where(own.isneginf(), -1, at + cols.start)
+            score, order = torch.cat([score, own], -1).topk(k, -1)
+            index = torch.cat([index, at], -1).gather(-1, order)
+        return score, index
+
+    def probs(self) -> Tensor:  # (..., n_query, n_key)
+        """The whole matrix p(j|i): dense, n_query * n_key numbers. For small problems and for looking at."""
+        request = self._ready()
+        s = engine.whole(request)
+        state = State.of(s)
+        level = torch.where(state.empty(), torch.zeros_like(state.peak), state.log_partition())
+        p = (s - level[..., None]).exp()
+        return (p.flatten(-4, -3) if request.groups > 1 else p).to(self.query.dtype)
+
+    def __repr__(self) -> str:
+        return f"Gibbs(query={tuple(self.query.shape)}, key={tuple(self.key.shape)}, dtype={self.query.dtype})"
+
+
+def _forget(passes: weakref.ref[_Passes]) -> None:
+    known = passes()
+    if known is not None:
+        known.clear()
+        known.ready = known.target = None
+
+
+def surprise(sums: Sums) -> Tensor:
+    """log Z - score_target from one pass: (peak - target) + log mass, which keeps the digits of a large score."""
+    state, score = sums.state, sums.target_score
+    assert score is not None
+    hidden = score.isneginf()
+    gap = state.peak - torch.where(hidden, torch.zeros_like(score), score)
+    return torch.where(hidden, torch.inf, state.log_mass() + gap)
+
+
+def _rows_cat(parts: list[Tensor], request: Request, dtype: torch.dtype, *tail: int) -> Tensor:
+    if not parts:
+        return torch.zeros((*request.batch, 0, *tail), dtype=dtype, device=request.query.device)
+    return torch.cat(parts, -1 - len(tail))
+
+
+def _score_at(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
+    """Scores of chosen keys, differentiable; the keys are gathered."""
+    batch, (n, k) = request.batch, index.shape[-2:]
+    key = request.key.expand(*batch, *request.key.shape[-2:]).to(request.dtype)
+    flat = index.reshape(*batch, n * k, 1).expand(*batch, n * k, key.shape[-1])
+    chosen = key.gather(-2, flat).unflatten(-2, (n, k))
+    query = request.query.to(request.dtype) * request.scale[..., None]
+    score = (query[..., None, :] * chosen).sum(-1)
+    bias = None
+    if request.bias is not None:
+        bias = request.bias.expand(*batch, n, request.n_key).gather(-1, index).to(score.dtype)
+    if request.softcap is not None:
+        before, bias = (bias, None) if request.cap_bias else (None, bias)
+        score = request.softcap * torch.tanh((score if before is None else score + before) / request.softcap)
+    out: Tensor = score if bias is None else score + bias
+    return out
+
+
+def explain(gibbs: Gibbs) -> str:
+    """Which backend serves this distribution, and why the others do not.
+
+    >>> print(explain(Gibbs(torch.zeros(2, 3), torch.zeros(5, 3), support=None)).splitlines()[0])  # doctest: +SKIP
+    native serves
+    """
+    return engine.explain(gibbs._ready())

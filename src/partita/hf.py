@@ -1,0 +1,187 @@
+"""Hugging Face: any model runs on partita with attn_implementation="partita".
+
+    partita.hf.register()
+    model = AutoModel.from_pretrained(..., attn_implementation="partita")
+    model(**inputs, output_attentions=True).attentions[layer].entropy        # (batch, heads, n_query), differentiable
+
+Attention *and* mask function are registered: transformers passes no mask at all to a name that has only the first.
+A policy is applied relative to the model's own scaling: it multiplies it by policy(n, dim) * sqrt(dim), so that
+`InverseSqrt` changes nothing, also in models that scale their queries beforehand (Whisper) or not at all (T5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita import scale as scales
+from partita import support as supports
+from partita.attention import attention
+from partita.engine import Stats
+from partita.errors import ValueRangeError
+from partita.scale import Policy, TargetEntropy
+
+__all__ = ["register", "set_scale"]
+
+LayerScale = Policy | Mapping[int, Policy] | Callable[[nn.Module], Policy | None]
+_FIELD = "partita_scale"  # of a model's config, so that save_pretrained keeps it
+_TAKEN = ("sdpa", "flex_attention", "flash", "eager", "paged")  # transformers looks for these inside names
+
+
+def register(name: str = "partita", scale: LayerScale | None = None) -> str:
+    """Make attn_implementation=name known to transformers; gives the name back.
+
+    scale: None keeps each model's own; a policy for all layers; a mapping from layer index to policy; or a function of
+    the attention module that gives a policy or None. `set_scale` changes one model afterwards.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise ImportError("partita.hf needs transformers 5 or later: pip install transformers") from error
+    taken = [part for part in _TAKEN if part in name]
+    if taken:
+        raise ValueRangeError(f"transformers treats names with {taken[0]!r} in them specially; got {name!r}.")
+    _check_scale(scale)
+
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Any:
+        return _forward(module, query, key, value, mask, scale, **kwargs)
+
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+def set_scale(model: nn.Module, scale: Policy | Mapping[int, Policy] | None) -> None:
+    """Give one model a scale policy, for all layers or per layer index; None gives it its own scale back.
+
+    It is kept in the model's config as plain numbers, so `save_pretrained` and `from_pretrained` carry it along.
+    """
+    _check_scale(scale)
+    if isinstance(scale, Mapping):
+        plain: Any = {str(layer): _to_dict(policy) for layer, policy in scale.items()}
+    else:
+        plain = None if scale is None else _to_dict(scale)
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    if not configs:
+        raise ValueRangeError("set_scale needs a transformers model; this one has no config.")
+    for config in configs.values():
+        setattr(config, _FIELD, plain)
+
+
+def _check_scale(scale: object) -> None:
+    fine = scale is None or isinstance(scale, Policy) or callable(scale)
+    if isinstance(scale, Mapping):
+        fine = all(isinstance(layer, int) and isinstance(policy, Policy) for layer, policy in scale.items())
+    if not fine:
+        raise ValueRangeError(f"scale must be a policy of partita.scale, or one per layer index; got {scale!r}.")
+
+
+def _to_dict(policy: Policy) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
+        raise ValueRangeError(
+            f"{type(policy).__name__} learns, so a config cannot hold it; give it to register(scale=...) instead."
+        )
+    return {"policy": type(policy).__name__, **dataclasses.asdict(policy)}
+
+
+def _from_dict(plain: Mapping[str, Any]) -> Policy:
+    fields = dict(plain)
+    kind = getattr(scales, str(fields.pop("policy")))
+    policy = kind(**fields)
+    assert isinstance(policy, Policy)
+    return policy
+
+
+def _policy(module: nn.Module, registered: LayerScale | None) -> Policy | None:
+    """What this layer should use: the model's own setting, else what was registered."""
+    layer = getattr(module, "layer_idx", None)
+    plain = getattr(getattr(module, "config", None), _FIELD, None)
+    if plain is not None:
+        plain = plain if "policy" in plain else plain.get(str(layer))
+        return None if plain is None else _from_dict(plain)
+    if registered is None or isinstance(registered, Policy):
+        return registered
+    if isinstance(registered, Mapping):
+        return None if layer is None else registered.get(layer)
+    return registered(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Relative(Policy):
+    """A policy times a factor: the model's own scaling in units of 1/sqrt(dim)."""
+
+    inner: Policy
+    factor: float
+
+    def __call__(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
+        return self.inner(visible, dim, query) * self.factor
+
+
+def _sharpness(policy: Policy | None, own: float | None, dim: int) -> float | Policy:
+    own = dim**-0.5 if own is None else float(own)
+    if policy is None:
+        return own
+    # a solved scale depends on the scores as they come, whatever was multiplied into them before
+    return policy if isinstance(policy, TargetEntropy) else _Relative(policy, own * math.sqrt(dim))
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,  # (batch, heads, n_query, dim)
+    key: Tensor,  # (batch, key heads, n_key, dim)
+    value: Tensor,
+    mask: Tensor | None,
+    registered: LayerScale | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Stats]:
+    if cache is not None and hasattr(cache, "update"):  # continuous batching keeps its keys in pages
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=getattr(module, "layer_idx", None), kwargs=kwargs
+        )
+    n_query = query.shape[2]
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = causal and mask is None and n_query > 1
+    bias, support = position_bias, None
+    if causal and key.shape[2] > n_query:  # the first call on a static cache: the rest of it is still empty
+        key, value = key[:, :, :n_query], value[:, :, :n_query]
+        bias = None if bias is None else bias[..., :n_query]
+    if causal and sliding_window is not None:
+        support = supports.window(sliding_window - 1, 0)
+    if mask is not None and mask.is_floating_point():
+        mask = mask[..., : key.shape[2]]
+        # a mask made of the dtype's minimum hides a key; only so does a row that sees nothing give zero
+        mask = torch.where(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf, mask)
+    elif mask is not None:
+        mask = mask[..., : key.shape[2]].bool()
+    out, stats = attention(
+        query,
+        key,
+        value,
+        mask,
+        dropout,
+        causal,
+        _sharpness(_policy(module, registered), scaling, query.shape[-1]),
+        key.shape[1] != query.shape[1],
+        support=support,
+        bias=bias,
+        softcap=softcap,
+        sink=s_aux,
+        return_stats=True,
+    )
+    return out.transpose(1, 2).contiguous(), stats

@@ -1,0 +1,1 @@
+"""Experiments, pages and the command line; nothing below imports it."""

@@ -1,0 +1,250 @@
+"""partita demo | inspect | study | report | bench | lab | doctor. torch is imported by the command that needs it.
+
+Exit codes: 0 fine, 1 findings at or above the asked level, 2 wrong use, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+FINE, FOUND, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done; the message says what can."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and give its exit code."""
+    parser = build()
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if given[:1] in (["study"], ["bench"]):  # their options are their own affair, --help included
+            return run_study(given[1:]) if given[0] == "study" else run_bench(given[1:])
+        options = parser.parse_args(given)
+        if options.command is None:
+            parser.print_help()
+            return FINE
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # argparse: --help is 0, a mistake is 2
+        return stop.code if isinstance(stop.code, int) else USAGE
+    except UsageError as error:
+        print(f"partita: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("partita: interrupted; what was finished is on disk.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `partita ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINE
+
+
+def build() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="partita", description="One partition function: see what the softmaxes of a model are doing."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command")
+
+    demo = _command(
+        commands,
+        "demo",
+        run_demo,
+        "watch a real encoder, train a small language model, write out/report.html and out/lab.html",
+    )
+    demo.add_argument("-o", "--out", type=Path, default=Path("out"), help="folder for the pages and records (out)")
+    demo.add_argument("--minutes", type=float, default=3.0, help="time for the training part (3)")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--quick", action="store_true", help="a few steps only: shows that everything runs")
+
+    inspect = _command(commands, "inspect", run_inspect, "run a model on text and say what its softmaxes do")
+    inspect.add_argument("model", help="a Hugging Face folder or a name available locally, or FILE.py:factory")
+    inspect.add_argument("--text", type=Path, help="a text file (default: built-in text)")
+    inspect.add_argument("--max-length", type=int, default=512, help="longest input in tokens (512)")
+    inspect.add_argument("--rows", type=int, help="observe so many queries per call (default: all)")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.add_argument(
+        "--fail-on",
+        choices=["info", "warning", "error"],
+        help="exit with 1 if there are findings at or above this level",
+    )
+    inspect.add_argument("--save", type=Path, help="write the record as JSON lines")
+    inspect.add_argument("--report", type=Path, help="write the HTML report")
+
+    commands.add_parser("study", help="run an experiment of the theory part")
+
+    report = _command(commands, "report", run_report, "a record, or two to compare, as one HTML page")
+    report.add_argument(
+        "record", type=Path, metavar="RUN", help="a file written by watch(...).save, or a folder with one"
+    )
+    report.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="a second record to compare with")
+    report.add_argument("-o", "--out", type=Path, default=Path("report.html"))
+    report.add_argument("--json", action="store_true", help="print the findings as JSON")
+    report.add_argument("--fail-on", choices=["info", "warning", "error"])
+
+    commands.add_parser("bench", help="time and memory of this machine (needs the repository's benchmarks)")
+
+    lab = _command(commands, "lab", run_lab, "write the softmax lab, an interactive page")
+    lab.add_argument("-o", "--out", type=Path, default=Path("lab.html"))
+
+    doctor = _command(commands, "doctor", run_doctor, "what is installed, which backend serves, and why not another")
+    doctor.add_argument("--json", action="store_true")
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
+    parser.set_defaults(run=run)
+    return parser
+
+
+# ---- terminal ------------------------------------------------------------------------------------------------------
+
+
+def paint(text: str, severity: str) -> str:
+    """Colour for terminals that want it."""
+    if os.environ.get("NO_COLOR") or not sys.stdout.isatty():
+        return text
+    return f"\033[{ {'error': 31, 'warning': 33}.get(severity, 32) }m{text}\033[0m"
+
+
+def say(findings: Sequence[Any], limit: int = 20) -> None:
+    """Findings for people: one block each."""
+    if not findings:
+        print(paint("no findings", "fine"))
+    for finding in findings[:limit]:
+        print(f"{paint(finding.severity, finding.severity)}  {finding.code}  {finding.where}")
+        print(f"    {finding.evidence}  [{finding.threshold}]" if finding.threshold else f"    {finding.evidence}")
+        print(f"    {finding.meaning} Try: {finding.action}")
+    if len(findings) > limit:
+        print(f"... and {len(findings) - limit} more")
+
+
+def verdict(findings: Sequence[Any], level: str | None) -> int:
+    if level is None:
+        return FINE
+    from partita.watch.findings import at_or_above
+
+    return FOUND if at_or_above(list(findings), level) else FINE
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    from partita.lab.demo import demo
+
+    return demo(options.out, minutes=options.minutes, seed=options.seed, quick=options.quick)
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    from partita.lab.inspect import inspect, summary
+
+    if options.max_length < 2:
+        raise UsageError("--max-length must be at least 2.")
+    watched = inspect(options.model, text=options.text, max_length=options.max_length, rows=options.rows)
+    findings = watched.findings()
+    if options.save:
+        watched.save(options.save)
+    if options.report:
+        watched.report(options.report)
+    found = summary(watched, findings)
+    if options.json:
+        print(json.dumps(found, allow_nan=False))
+    else:
+        print(found["sentence"])
+        print(found["coverage"]["text"])
+        print(f"{'layer':>5} {'heads':>5} {'H/log n':>8} {'width':>8} {'max':>8} {'key 0':>7}  name")
+        for row in found["layers"]:
+            cells = [
+                f"{row[k]:8.3f}" if row[k] is not None else "      no"
+                for k in ("normalized_entropy", "effective_width", "max_score")
+            ]
+            print(
+                f"{row['layer']:>5} {row['heads']:>5} {' '.join(cells)} {row['sink_first'] or 0:7.3f}  "
+                f"{row['name'][:60]}"
+            )
+        say(findings)
+        for what, path in (("record", options.save), ("report", options.report)):
+            if path:
+                print(f"{what}: {path}")
+    return verdict(findings, options.fail_on)
+
+
+def run_study(rest: list[str]) -> int:
+    """The studies are a part of their own; this only opens the door."""
+    if importlib.util.find_spec("partita.lab.study") is None:
+        raise UsageError("the studies (partita.lab.study) are not part of this installation.")
+    study = importlib.import_module("partita.lab.study")
+    return int(study.main(rest) or 0)
+
+
+def run_report(options: argparse.Namespace) -> int:
+    from partita.watch.findings import find
+    from partita.watch.record import RecordError, load_record
+
+    def load(path: Path) -> Any:
+        if path.is_dir():
+            records = sorted(path.glob("*.jsonl"))
+            if not records:
+                raise UsageError(f"{path} holds no record (*.jsonl). Write one with watch(...).save(path).")
+            path = records[0]
+        try:
+            return load_record(path)
+        except FileNotFoundError:
+            raise UsageError(f"{path} does not exist.") from None
+        except (RecordError, KeyError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} is not a record: {error}") from None
+
+    record = load(options.record)
+    other = load(options.other) if options.other else None
+    path = record.report(options.out, other)
+    findings = find(record)
+    if options.json:
+        from partita.watch.record import clean
+
+        print(json.dumps({"report": str(path), "findings": [clean(f.as_dict()) for f in findings]}, allow_nan=False))
+    else:
+        say(findings, limit=5)
+        print(f"report: {path} ({path.stat().st_size / 1e6:.2f} MB)")
+    return verdict(findings, options.fail_on)
+
+
+def run_bench(rest: list[str]) -> int:
+    sys.path.insert(0, str(Path.cwd()))
+    if importlib.util.find_spec("benchmarks") is None:
+        raise UsageError("no `benchmarks` folder here. Run this in a clone of the repository: partita bench speed")
+    import runpy
+
+    sys.argv = ["benchmarks", *rest]
+    runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
+    return FINE
+
+
+def run_lab(options: argparse.Namespace) -> int:
+    from partita.lab.page import write
+
+    print(f"lab: {write(options.out)}")
+    return FINE
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from partita.lab.doctor import doctor
+
+    checks = doctor()
+    if options.json:
+        print(json.dumps(checks))
+    else:
+        for check in checks:
+            mark = paint("ok  ", "fine") if check["ok"] else paint("no  ", "warning")
+            print(f"{mark}{check['name']}: {check['what']}")
+    return FINE

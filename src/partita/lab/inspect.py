@@ -1,0 +1,203 @@
+"""Run a model on text at several lengths, watched."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from partita.lab.cli import UsageError
+from partita.lab.report.verdict import sentence
+from partita.watch import Finding, Watch
+from partita.watch.record import clean
+
+# Lewis Carroll, 1865
+TEXT = """\
+Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or twice
+she had peeped into the book her sister was reading, but it had no pictures or conversations in it, "and what is the
+use of a book," thought Alice "without pictures or conversations?" So she was considering in her own mind (as well as
+she could, for the hot day made her feel very sleepy and stupid), whether the pleasure of making a daisy-chain would
+be worth the trouble of getting up and picking the daisies, when suddenly a White Rabbit with pink eyes ran close by
+her. There was nothing so very remarkable in that; nor did Alice think it so very much out of the way to hear the
+Rabbit say to itself, "Oh dear! Oh dear! I shall be late!" (when she thought it over afterwards, it occurred to her
+that she ought to have wondered at this, but at the time it all seemed quite natural); but when the Rabbit actually
+took a watch out of its waistcoat-pocket, and looked at it, and then hurried on, Alice started to her feet, for it
+flashed across her mind that she had never before seen a rabbit with either a waistcoat-pocket, or a watch to take out
+of it, and burning with curiosity, she ran across the field after it, and fortunately was just in time to see it pop
+down a large rabbit-hole under the hedge. In another moment down went Alice after it, never once considering how in
+the world she was to get out again. The rabbit-hole went straight on like a tunnel for some way, and then dipped
+suddenly down, so suddenly that Alice had not a moment to think about stopping herself before she found herself
+falling down a very deep well. Either the well was very deep, or she fell very slowly, for she had plenty of time as
+she went down to look about her and to wonder what was going to happen next."""
+BATCH = 4
+
+
+def inspect(target: str, *, text: Path | None = None, max_length: int = 512, rows: int | None = None) -> Watch:
+    """Watch one pass at each length 16, 32, 64, ... that the model and the text allow."""
+    words = _read(text)
+    model, tokenizer = load(target)
+    model.eval()
+    ids = encode(words, model, tokenizer)
+    longest = min(max_length, positions(model) or max_length, len(ids))
+    if longest < 2:
+        raise UsageError(f"the text has {len(ids)} tokens; at least two are needed.")
+    lengths = sorted({*(n for n in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n < longest), longest})
+    with (
+        Watch(model, rows=rows, title=f"{type(model).__name__} on {text.name if text else 'built-in text'}") as watched,
+        torch.no_grad(),
+    ):
+        for length in lengths:
+            starts = [int(i * max(0, len(ids) - length) / max(1, BATCH - 1)) for i in range(BATCH)]
+            batch = torch.stack([ids[s : s + length] for s in dict.fromkeys(starts)])
+            try:
+                run(model, batch)
+            except (RuntimeError, IndexError, ValueError) as error:
+                if length == lengths[0]:
+                    raise UsageError(f"the model does not run on input_ids of length {length}: {error}") from error
+                break  # a longest length nobody wrote down
+    return watched
+
+
+def run(model: nn.Module, ids: torch.Tensor) -> Any:
+    """input_ids by name where the model has that argument, else as the first one; encoder-decoders get them twice."""
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return model(input_ids=ids, decoder_input_ids=ids)
+    code = getattr(getattr(type(model), "forward", None), "__code__", None)
+    named = code is not None and "input_ids" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return model(input_ids=ids) if named else model(ids)
+
+
+def load(target: str) -> tuple[nn.Module, Any]:
+    """FILE.py:factory, or a Hugging Face folder or name that needs no network."""
+    left, colon, right = target.rpartition(":")
+    if colon and left.endswith(".py"):
+        return _factory(Path(left), right)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    folder = _package_folder(target)
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError(
+            "Hugging Face models need transformers: pip install transformers. Your own model: partita inspect "
+            "FILE.py:factory"
+        )
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModel.from_pretrained(folder or target, local_files_only=True)
+    except Exception as error:
+        raise UsageError(
+            f"{target!r} is not a model available here ({_first_line(error)}). Give a folder, a cached name, or "
+            f"FILE.py:factory."
+        ) from error
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder or target, local_files_only=True)
+    except Exception:
+        tokenizer = None  # bytes serve as tokens
+    return model, tokenizer
+
+
+def _factory(path: Path, name: str) -> tuple[nn.Module, Any]:
+    if not path.is_file():
+        raise UsageError(f"{path} does not exist.")
+    spec = importlib.util.spec_from_file_location("partita_inspected", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    factory: Callable[[], Any] | None = getattr(module, name, None)
+    if not callable(factory):
+        known = sorted(n for n in vars(module) if callable(getattr(module, n)) and not n.startswith("_"))
+        raise UsageError(f"{path} has no function {name!r}; it has {', '.join(known) or 'none'}.")
+    made = factory()
+    model, tokenizer = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{name}() must return a torch.nn.Module or (model, tokenizer); it returned {type(model).__name__}."
+        )
+    return model, tokenizer
+
+
+def _package_folder(name: str) -> str | None:
+    """The demo's encoder by the name of the package that carries it."""
+    package = name.replace("-", "_")
+    if Path(name).exists() or not package.isidentifier() or importlib.util.find_spec(package) is None:
+        return None
+    from importlib import resources
+
+    folder = resources.files(package) / "model"
+    return str(folder) if folder.is_dir() else None
+
+
+def _read(path: Path | None) -> str:
+    if path is None:
+        return TEXT
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def encode(text: str, model: nn.Module, tokenizer: Any) -> torch.Tensor:
+    """Token ids, one dimension; bytes where there is no tokenizer, folded into the vocabulary."""
+    if tokenizer is not None:
+        try:
+            found = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
+        except TypeError:
+            found = tokenizer(text)
+        ids = found["input_ids"] if isinstance(found, dict) or hasattr(found, "keys") else found
+        return torch.as_tensor(ids, dtype=torch.long).flatten()
+    size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 256)
+    return torch.tensor(list(text.encode()), dtype=torch.long) % size
+
+
+def positions(model: nn.Module) -> int | None:
+    """The longest input the model says it takes."""
+    config = getattr(model, "config", None)
+    found = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    return next((int(n) for n in found if isinstance(n, int) and n > 0), None)
+
+
+def summary(watched: Watch, findings: list[Finding]) -> dict[str, Any]:
+    """What --json prints: sentence, findings, a row per layer at the longest length."""
+    record = watched.finished()
+    last = max((b.step for b in record.blocks), default=None)
+    layers = []
+    for block in record.blocks:
+        if block.step == last:
+            row: dict[str, Any] = {"layer": block.layer, "name": record.sites[block.layer].name, "heads": block.heads}
+            for name in (
+                "normalized_entropy",
+                "effective_width",
+                "max_score",
+                "sink_first",
+                "sink_top",
+                "score_variance",
+            ):
+                good = [v for v in block.column(name) if math.isfinite(v)]
+                row[name] = None if not good else max(good) if name == "max_score" else sum(good) / len(good)
+            layers.append(row)
+    return {
+        "schema": "partita.inspect/1",
+        "sentence": sentence(record, findings),
+        "coverage": clean(record.coverage),
+        "overhead": clean(record.overhead),
+        "findings": [clean(f.as_dict()) for f in findings],
+        "layers": clean(layers),
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

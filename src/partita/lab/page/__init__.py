@@ -1,0 +1,31 @@
+"""The softmax lab: one self-contained page to play with one partition function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from partita.lab.report.html import asset, page
+
+__all__ = ["render", "write"]
+
+SHARED = ("base.js", "chart.js")
+SCRIPTS = ("math.js", "knobs.js", "simplex.js", "stream.js", "attend.js", "faces.js", "noise.js", "start.js")
+
+
+def render() -> str:
+    """The page as text."""
+    return page(
+        title="softmax lab · partita",
+        style=asset("partita.lab.report", "base.css") + asset(__name__, "lab.css"),
+        script=asset("partita.lab.report", *SHARED) + "\n" + asset(__name__, *SCRIPTS),
+        data={"page": "lab"},
+        fallback="<h1>Softmax lab</h1><p>This page computes in the browser and needs scripts; it makes no request.</p>",
+    )
+
+
+def write(path: str | Path) -> Path:
+    """Write the page; the folder is made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(), encoding="utf-8")
+    return path

@@ -1,0 +1,100 @@
+"""Rows -> one self-contained HTML file that opens offline."""
+
+from __future__ import annotations
+
+import html as _html
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from partita.lab.report import pack
+from partita.lab.report.html import asset, page
+from partita.lab.report.verdict import fallback, sentence
+from partita.watch.findings import Finding, Thresholds, find
+from partita.watch.record import Record, clean
+
+__all__ = ["notebook", "render", "write"]
+
+SCRIPTS = ("base.js", "chart.js", "data.js", "atlas.js", "head.js", "views.js", "advice.js", "method.js", "main.js")
+NAME_LENGTH = 300  # a module name of 10,000 characters is cut in the page; the record keeps it
+
+
+def render(
+    record: Record,
+    *,
+    other: Record | None = None,
+    title: str | None = None,
+    thresholds: Thresholds | None = None,
+    links: dict[str, str] | None = None,
+) -> str:
+    """The page as text; `links` are names and relative addresses of neighbouring pages."""
+    limits = thresholds or Thresholds()
+    run, findings = _run(record, title, limits)
+    run["links"] = list((links or {}).items())
+    data = {"run": run, "other": _run(other, None, limits)[0] if other else None}
+    return page(
+        title=f"{run['title']} · partita",
+        style=asset(__name__, "base.css", "report.css"),
+        script=asset(__name__, *SCRIPTS),
+        data=data,
+        fallback=fallback(record, findings, run["sentence"]),
+    )
+
+
+def _run(record: Record, title: str | None, limits: Thresholds) -> tuple[dict[str, Any], list[Finding]]:
+    findings = find(record, limits)
+    run = pack.pack(record)
+    flags: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.severity != "info":
+            for layer, head in finding.heads:
+                flags.setdefault(f"{layer},{head}", []).append(finding.code)
+    for site in run["sites"]:
+        site["name"] = _short(site["name"])
+    coverage = dict(clean(record.coverage))
+    coverage["missed"] = [{**m, "name": _short(m["name"])} for m in (coverage.get("missed") or [])[:200]]
+    first = next((f.heads[0] for f in findings if f.heads), None)
+    run.update(
+        title=_short(title or str(record.provenance.get("title") or record.provenance.get("model") or "a run")),
+        sentence=sentence(record, findings),
+        findings=[
+            clean({**f.as_dict(), "where": _short(f.where), "heads": [list(h) for h in f.heads[:64]]})
+            for f in findings[:300]
+        ],
+        flags=flags,
+        focus=f"L{first[0]}H{first[1]}" if first else "L0H0",
+        thresholds=asdict(limits),
+        provenance=_shorten(clean(record.provenance)),
+        options=clean(record.provenance.get("options") or {}),
+        coverage=coverage,
+        overhead=clean(record.overhead),
+    )
+    return run, findings
+
+
+def _short(given: Any) -> str:
+    text = str(given)
+    return text if len(text) <= NAME_LENGTH else text[: NAME_LENGTH // 2] + "…" + text[-NAME_LENGTH // 2 :]
+
+
+def _shorten(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_short(k): _shorten(v) for k, v in value.items()}
+    return _short(value) if isinstance(value, str) else value
+
+
+def write(record: Record, path: str | Path, **options: Any) -> Path:
+    """Write the page; the folder is made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(render(record, **options), encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def notebook(record: Record, height: int = 640) -> str:
+    """The page in a sandboxed frame: scripts run, nothing of the notebook can be reached."""
+    text = _html.escape(render(record), quote=True)
+    look = f'width="100%" height="{height}" frameborder="0"'
+    return f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{text}" {look}></iframe>'

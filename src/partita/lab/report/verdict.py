@@ -1,0 +1,71 @@
+"""The sentence a person would say about the run, and the page without scripts."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+
+from partita.watch.findings import Finding
+from partita.watch.record import Record
+
+WORDS = {
+    "HEAD_COLLAPSED": "collapsed",
+    "HEAD_UNIFORM": "select nothing",
+    "LOGIT_GROWTH": "have runaway scores",
+    "ENTROPY_DROP": "lost entropy suddenly",
+    "DUPLICATE_HEADS": "duplicate another",
+    "NONFINITE": "produced NaN or infinity",
+}
+
+
+def sentence(record: Record, findings: list[Finding]) -> str:
+    heads = sum(s.heads for s in record.sites)
+    if not heads:
+        return "No attention was seen" + (", but the losses were." if record.losses else ".")
+    watched = f"{heads} head{'s' if heads != 1 else ''} watched"
+    faults = [f for f in findings if f.severity != "info"]
+    look = {h for f in faults for h in f.heads if f.code != "LENGTH_DILUTION"}
+    parts = []
+    for code, words in WORDS.items():
+        found = [f for f in faults if f.code == code]
+        count = len({h for f in found for h in f.heads})
+        if count:
+            layers = Counter(h[0] for f in found for h in f.heads).most_common(1)[0][0]
+            only = len({h[0] for f in found for h in f.heads}) == 1
+            parts.append(f"{count} {words}{' in' if only else ', most in'} layer {layers}")
+    dilution = next((f for f in faults if f.code == "LENGTH_DILUTION"), None)
+    if dilution:
+        parts.append("attention dilutes with length: " + dilution.evidence.split(" (")[0])
+    other = [f for f in faults if f.code not in WORDS and f.code not in ("LENGTH_DILUTION", "SINK_HEAD")]
+    if other:
+        parts.append(f"{len(other)} finding{'s' if len(other) > 1 else ''} on the output side")
+    if any(f.code == "SINK_HEAD" for f in faults):
+        parts.append("most heads park their mass on one key")
+    if not parts:
+        return f"{watched}, none needs a look."
+    start = f"{watched}, {len(look)} need{'s' if len(look) == 1 else ''} a look: " if look else f"{watched}: "
+    return start + "; ".join(parts[:3]) + "."
+
+
+def fallback(record: Record, findings: list[Finding], text: str) -> str:
+    """Escaped markup for readers without scripts: the sentence, the findings, a mean per layer at the last step."""
+    rows = "".join(f"<li>{html.escape(_cut(str(f)))}</li>" for f in findings[:20])
+    last = max((b.step for b in record.blocks), default=None)
+    cells = "".join(
+        f"<tr><td>{b.layer}</td><td>{html.escape(_cut(record.sites[b.layer].name))}</td><td>{_mean(b.column('normalized_entropy'))}</td></tr>"
+        for b in record.blocks
+        if b.step == last
+    )
+    head = "<tr><th>layer</th><th>name</th><th>mean H / log(visible)</th></tr>"
+    note = "<p>The figures need scripts; they run offline.</p>"
+    return f"<h1>{html.escape(text)}</h1><ul>{rows}</ul><table>{head}{cells}</table>{note}"
+
+
+def _mean(values: list[float]) -> str:
+    good = [v for v in values if v == v]
+    return f"{sum(good) / len(good):.4f}" if good else "no value"
+
+
+def _cut(given: str) -> str:
+    text = given.encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= 400 else text[:399] + "…"

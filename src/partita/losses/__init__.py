@@ -1,0 +1,28 @@
+"""Face 1: classification reads log Z - score of the target.
+
+linear    cross entropy of a linear head, without its logits
+logits    cross entropy, squared, absolute and focal loss of logits that exist
+nce       telling data from noise
+distill   a teacher's distribution as the target
+"""
+
+from __future__ import annotations
+
+from partita.losses.distill import distillation_loss, linear_distillation_loss
+from partita.losses.linear import linear_cross_entropy
+from partita.losses.logits import cross_entropy, focal_loss, mae_loss, mse_loss, weighted_cross_entropy
+from partita.losses.nce import nce_loss
+from partita.rows import LossStats
+
+__all__ = [
+    "LossStats",
+    "cross_entropy",
+    "distillation_loss",
+    "focal_loss",
+    "linear_cross_entropy",
+    "linear_distillation_loss",
+    "mae_loss",
+    "mse_loss",
+    "nce_loss",
+    "weighted_cross_entropy",
+]

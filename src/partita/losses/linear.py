@@ -1,0 +1,133 @@
+"""Cross entropy of a linear classifier, without its logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from partita import _checks
+from partita._overrides import overridable
+from partita.engine import Stats
+from partita.errors import DtypeError, ShapeError
+from partita.gibbs import Gibbs, surprise
+from partita.losses.head import Head, weighted_scores
+from partita.losses.objective import Options, Terms
+from partita.rows import check_group, output_dtype, read, spread
+
+__all__ = ["linear_cross_entropy", "weighted_nll"]
+
+
+@overridable
+def linear_cross_entropy(
+    input: Tensor,  # (..., dim)
+    linear_weight: Tensor,  # (n_class, dim), or (n_class, d_1, ..., d_K, dim)
+    target: Tensor,  # (..., d_1, ..., d_K) class indices, or (..., n_class, d_1, ..., d_K) class probabilities
+    *,
+    linear_bias: Tensor | None = None,  # (n_class, d_1, ..., d_K)
+    weight: Tensor | None = None,  # (n_class,)
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    scale: float | Tensor = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    entropy_weight: float = 0.0,
+    sample_weight: Tensor | None = None,  # the shape of the class indices
+    return_stats: bool = False,
+    shift: int = 0,
+    group: object | None = None,
+) -> Tensor | tuple[Tensor, Stats]:
+    """Cross entropy of a linear classifier, without its logits.
+
+        s_ic   = softcap(scale_i * <input_i, weight_c> + bias_c)
+        loss_i = log sum_c exp(s_ic) - s_i,target_i            + z_loss * (log Z_i)^2 - entropy_weight * H_i
+
+    Equal to ``F.linear_cross_entropy`` in its own arguments, and to ``F.cross_entropy(F.linear(input, linear_weight),
+    target)``, for any leading dimensions. Ignored rows are dropped before anything is computed; nothing left gives 0. A
+    frozen input or weight costs no gradient. `sample_weight` multiplies a row's loss with all its terms, and `mean`
+    divides by the sum of the weights. A positive `entropy_weight` rewards entropy. Spec: M-LOSS-1, M-LOSS-7, M-LOSS-9,
+    M-LOSS-11.
+
+    >>> linear_cross_entropy(torch.zeros(1, 4), torch.zeros(10, 4), torch.tensor([3]))  # log 10
+    tensor(2.3026)
+
+    scale: a number, or a tensor that broadcasts to the rows; has a gradient.
+    shift: 1 for next-token prediction, target (..., T) as the tokens themselves: position t predicts target t + 1, and
+        the hidden states are not copied. `reduction="none"` gives (..., T - shift).
+    return_stats: also a `LossStats` of the rows, with rank, correctness and confidence.
+    """
+    check_group(group)
+    given = -100 if ignore_index is None else ignore_index
+    options = Options(
+        linear_weight.shape[0], weight, reduction, given, label_smoothing, float(z_loss), float(entropy_weight)
+    )
+    _check_operands(input, linear_weight, linear_bias)
+    head = Head.of(input, linear_weight, target, linear_bias, scale, sample_weight, options, shift)
+    gibbs = Gibbs(head.query, head.key, scale=head.scale, bias=head.bias, softcap=softcap, cap_bias=softcap is not None)
+    terms = _terms(head, options, softcap)
+    dtype = output_dtype(input)
+    if reduction != "none" and not return_stats and not options.regularised:
+        total = terms.weigh(terms.share).sum() if reduction == "mean" else None
+        return weighted_nll(gibbs, head.index, terms, total).to(dtype)
+    statistics = return_stats or entropy_weight != 0.0
+    sums = gibbs._pass(target=head.index, rank=return_stats, statistics=statistics)
+    rows = terms.rows(surprise(sums), sums.state, options)
+    loss = head.place(rows) if reduction == "none" else terms.reduce(rows, options)
+    if not return_stats:
+        return loss.to(dtype)
+    stats = read(sums)
+    if head.kept is not None:
+        stats = spread(stats, head.kept, head.shape)
+    else:
+        stats = type(stats)(*(head.place(field) for field in stats))
+    return loss.to(dtype), stats
+
+
+def weighted_nll(gibbs: Gibbs, target: Tensor, terms: Terms, total: Tensor | None) -> Tensor:
+    """The scalar sum_i (on_target_i nll_i + on_partition_i log Z_i - linear_i), divided by `total`.
+
+    Every coefficient is known before the pass, so this is the place where a backend may compute the gradients while it
+    goes forward.
+    """
+    sums = gibbs._pass(target=target, statistics=False)
+    options = Options(gibbs.key.shape[-2])
+    out = terms.rows(surprise(sums), sums.state, options).sum()
+    return out if total is None else out / torch.where(total == 0, torch.ones_like(total), total)
+
+
+def _terms(head: Head, options: Options, softcap: float | None) -> Terms:
+    like = torch.zeros(head.rows, dtype=head.dtype, device=head.query.device)
+    if head.soft is not None:
+        soft = options.soften(head.soft, head.dtype)
+        return Terms.of_probabilities(soft, weighted_scores(head, soft, softcap), head.sample)
+    linear = None
+    if options.label_smoothing:
+        linear = weighted_scores(head, options.class_weight(head.dtype), softcap)
+    return Terms.of_index(head.index, options, linear, head.sample, head.mask, like)
+
+
+def _check_operands(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None:
+    """In the words of this face: the engine would speak of query and key."""
+    _checks.check_float("input", input)
+    _checks.check_float("linear_weight", linear_weight)
+    if input.dim() < 1 or linear_weight.dim() < 2:
+        raise ShapeError(
+            f"input must be (..., dim) and linear_weight (n_class, dim); got {_checks.shape_text(input)} and "
+            f"{_checks.shape_text(linear_weight)}."
+        )
+    if input.shape[-1] != linear_weight.shape[-1]:
+        raise ShapeError(
+            f"input and linear_weight must share their last dim; got {_checks.shape_text(input)} and "
+            f"{_checks.shape_text(linear_weight)}. nn.Linear keeps its weight as (n_class, dim)."
+        )
+    if input.dtype != linear_weight.dtype and not torch.is_autocast_enabled(input.device.type):
+        raise DtypeError(
+            f"input and linear_weight must share their dtype; got {input.dtype} and {linear_weight.dtype}. "
+            f"Convert one with .to(), or use torch.autocast."
+        )
+    _checks.check_device(("input", "linear_weight", "linear_bias"), (input, linear_weight, linear_bias))
+    if linear_bias is not None and tuple(linear_bias.shape) != tuple(linear_weight.shape[:-1]):
+        raise ShapeError(
+            f"linear_bias must have one number per class, shape {tuple(linear_weight.shape[:-1])}; "
+            f"got {_checks.shape_text(linear_bias)}."
+        )

@@ -1,0 +1,252 @@
+"""Losses of logits that exist already, classes in dimension 1 as torch has them.
+
+               gradient by the logits            confidently wrong row
+cross entropy  p - y                             keeps pulling: 1 as p_target -> 0
+squared        2 J(p) (p - y)                    vanishes, because J(p) does (M-LOSS-5)
+absolute       -2 p_target (e_target - p)        vanishes with p_target (M-LOSS-10)
+focal          weights p - y by how wrong it is  keeps pulling (M-LOSS-8)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from partita import _checks
+from partita._overrides import overridable
+from partita.engine import Stats
+from partita.errors import DtypeError, ShapeError, TargetError, ValueRangeError
+from partita.gibbs import surprise
+from partita.losses.objective import Options, Terms
+from partita.rows import LossStats, explicit, output_dtype, probabilities, probability, read, reduce_rows
+
+__all__ = ["cross_entropy", "focal_loss", "mae_loss", "mse_loss", "weighted_cross_entropy"]
+
+
+@overridable
+def cross_entropy(
+    input: Tensor,  # (n_class,), (N, n_class) or (N, n_class, d_1, ..., d_K) logits
+    target: Tensor,  # class indices without the class dimension, or class probabilities of the shape of input
+    *,
+    weight: Tensor | None = None,  # (n_class,)
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    scale: float | Tensor = 1.0,
+    z_loss: float = 0.0,
+    entropy_weight: float = 0.0,
+    sample_weight: Tensor | None = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Stats]:
+    """Cross entropy of explicit logits.
+
+        loss_i = log sum_c exp(z_ic) - z_i,target_i              or  -sum_c y_ic log p_ic
+
+    Equal to ``F.cross_entropy`` in its own arguments, but for nothing to average: 0, not nan. A head whose logits need
+    not exist is `linear_cross_entropy`. Spec: M-LOSS-1, M-LOSS-2, M-LOSS-7, M-LOSS-9.
+
+    >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))  # log 4
+    tensor(1.3863)
+    """
+    logits = _classes_last(input)
+    n_class = logits.shape[-1]
+    options = Options(n_class, weight, reduction, ignore_index, label_smoothing, float(z_loss), float(entropy_weight))
+    raised = scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
+    shape = logits.shape[:-1]
+    sample = None if sample_weight is None else _fit("sample_weight", sample_weight, shape).to(raised.dtype)
+    if target.is_floating_point():
+        if target.shape != input.shape:
+            raise ShapeError(
+                f"class probabilities must have the shape of input, {_checks.shape_text(input)}; "
+                f"got {_checks.shape_text(target)}."
+            )
+        if ignore_index >= 0:
+            raise ValueRangeError("ignore_index names a class index; it cannot be given with class probabilities.")
+        probs = _classes_last(target)
+        soft = options.soften(probs, raised.dtype)
+        sums = explicit(raised, probs.detach().argmax(-1))
+        terms = Terms.of_probabilities(soft, (soft * raised).sum(-1), sample)
+    else:
+        index, kept = _index(target, shape, n_class, ignore_index)
+        sums = explicit(raised, index)
+        class_weight = options.class_weight(raised.dtype)
+        linear = (raised if class_weight is None else raised * class_weight).sum(-1) if label_smoothing else None
+        terms = Terms.of_index(index, options, linear, sample, kept, raised[..., 0])
+    rows = terms.rows(surprise(sums), sums.state, options)
+    loss = terms.reduce(rows, options).to(output_dtype(input))
+    if not return_stats:
+        return loss
+    stats = read(sums)
+    return loss, stats if terms.kept is None else _blank(stats, terms.kept)
+
+
+def weighted_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor,  # (n_class,)
+    *,
+    divide_by: str = "weights",
+    ignore_index: int = -100,
+) -> Tensor:
+    """The mean of weight_target * -log p_target, which has two readings.
+
+        divide_by="weights":  sum_i w_i nll_i / sum_i w_i        torch's; the scale of the weights cancels
+        divide_by="rows":     sum_i w_i nll_i / N                a rare class really counts more
+
+    Spec: M-LOSS-7.
+
+    >>> x, w = torch.zeros(2, 2), torch.tensor([1.0, 3.0])
+    >>> y = torch.tensor([0, 1])
+    >>> weighted_cross_entropy(x, y, w), weighted_cross_entropy(x, y, w, divide_by="rows")  # log 2, 2 log 2
+    (tensor(0.6931), tensor(1.3863))
+    """
+    if divide_by not in ("weights", "rows"):
+        raise ValueRangeError(f"divide_by must be 'weights' or 'rows'; got {divide_by!r}.")
+    reduction = "mean" if divide_by == "weights" else "sum"
+    loss = cross_entropy(input, target, weight=weight, reduction=reduction, ignore_index=ignore_index)
+    assert isinstance(loss, Tensor)
+    return loss if divide_by == "weights" else loss / (target != ignore_index).sum().clamp(min=1)
+
+
+def focal_loss(
+    input: Tensor,  # as in cross_entropy
+    target: Tensor,  # class indices
+    *,
+    gamma: float = 2.0,
+    alpha: float | Tensor | None = None,  # one number, or (n_class,)
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    """Cross entropy that looks away from what is already right.
+
+        loss_i = -alpha_target (1 - p_target)^gamma log p_target
+
+    gamma 0 is weighted cross entropy; `mean` divides by the number of rows. A function of nll alone, so that a streamed
+    head has it too: ``(1 - exp(-nll))**gamma * nll``. Spec: M-LOSS-8.
+
+    >>> focal_loss(torch.zeros(1, 2), torch.tensor([0]))  # (1/2)^2 log 2
+    tensor(0.1733)
+    """
+    _checks.check_reduction(reduction)
+    _checks.check_positive("gamma", gamma, zero=True)
+    logits = _classes_last(input)
+    raised = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    index, kept = _index(target, logits.shape[:-1], logits.shape[-1], ignore_index)
+    nll = surprise(explicit(raised, index))
+    rows = nll
+    if gamma:
+        wrong = 1 - probability(nll)
+        # at p_target = 1 the power of 0 has an infinite slope for gamma < 1, against a loss of 0
+        sure = wrong <= 0
+        rows = torch.where(sure, torch.zeros_like(nll), torch.where(sure, torch.ones_like(wrong), wrong) ** gamma * nll)
+    if alpha is not None:
+        rows = rows * (_alpha(alpha, logits)[index] if isinstance(alpha, Tensor) and alpha.dim() else alpha)
+    return _mean_of_kept(rows, kept, reduction).to(output_dtype(input))
+
+
+def mse_loss(
+    input: Tensor, target: Tensor, *, on: str = "probabilities", reduction: str = "mean", ignore_index: int = -100
+) -> Tensor:
+    """Squared error of a classifier, summed over classes, no factor 1/2.
+
+        on="probabilities":  |softmax(z) - y|^2       gradient 2 J(p) (p - y): gone where the row is surely wrong
+        on="logits":         |z - y|^2                gradient 2 (z - y): regression of the indicator, no softmax
+
+    target: class indices, or class probabilities of the shape of input. Between 0 and 2 on probabilities.
+    Spec: M-LOSS-4, M-LOSS-5, M-LOSS-6.
+
+    >>> mse_loss(torch.zeros(1, 2), torch.tensor([0]))  # 2 (1 - 1/2)^2
+    tensor(0.5000)
+    """
+    gap, kept = _error(input, target, on, ignore_index)
+    return _mean_of_kept(gap.square().sum(-1), kept, reduction).to(output_dtype(input))
+
+
+def mae_loss(
+    input: Tensor, target: Tensor, *, on: str = "probabilities", reduction: str = "mean", ignore_index: int = -100
+) -> Tensor:
+    """Absolute error of a classifier, summed over classes.
+
+        on="probabilities":  |softmax(z) - y|_1 = 2 (1 - p_target) for a class index: bounded, so that a wrong label
+                             costs 2 at most        gradient -2 p_target (e_target - p)
+
+    Spec: M-LOSS-10.
+
+    >>> mae_loss(torch.zeros(1, 4), torch.tensor([0]))  # 2 (1 - 1/4)
+    tensor(1.5000)
+    """
+    gap, kept = _error(input, target, on, ignore_index)
+    return _mean_of_kept(gap.abs().sum(-1), kept, reduction).to(output_dtype(input))
+
+
+def _error(input: Tensor, target: Tensor, on: str, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    if on not in ("probabilities", "logits"):
+        raise ValueRangeError(f"on must be 'probabilities' or 'logits'; got {on!r}.")
+    logits = _classes_last(input)
+    raised = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    kept: Tensor | None = None
+    if target.is_floating_point():
+        if target.shape != input.shape:
+            raise ShapeError(f"class probabilities must have the shape of input, {_checks.shape_text(input)}.")
+        y = _classes_last(target).to(raised.dtype)
+    else:
+        index, kept = _index(target, logits.shape[:-1], logits.shape[-1], ignore_index)
+        y = torch.nn.functional.one_hot(index, logits.shape[-1]).to(raised.dtype)
+    return (probabilities(raised) if on == "probabilities" else raised) - y, kept
+
+
+def _mean_of_kept(rows: Tensor, kept: Tensor | None, reduction: str) -> Tensor:
+    _checks.check_reduction(reduction)
+    if kept is None:
+        return reduce_rows(rows, reduction)
+    rows = torch.where(kept, rows, torch.zeros_like(rows))
+    return reduce_rows(rows, reduction, kept.sum().to(rows.dtype))
+
+
+def _classes_last(input: Tensor) -> Tensor:
+    """torch's (n_class,), (N, n_class, ...) with the classes in the last dimension."""
+    _checks.check_float("input", input)
+    if input.dim() == 0:
+        raise ShapeError("input must hold logits, (n_class,) or (N, n_class, ...); got a single number.")
+    return input if input.dim() == 1 else input.movedim(1, -1)
+
+
+def _index(target: Tensor, shape: torch.Size, n_class: int, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    """Class indices that can be gathered, and which rows count (None: all)."""
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        raise DtypeError("target must hold class indices; use target.long().")
+    _checks.check_index_dtype("target", target)
+    if target.shape != shape:
+        raise ShapeError(f"class indices must have shape {tuple(shape)}; got {_checks.shape_text(target)}.")
+    kept = target != ignore_index
+    safe = torch.where(kept, target, torch.zeros_like(target)).long()
+    if _checks.has_values(safe) and safe.numel():
+        low, high = (int(x) for x in safe.aminmax())
+        if low < 0 or high >= n_class:
+            raise TargetError(
+                f"target must name a class, 0 <= target < {n_class}, or be ignore_index = {ignore_index}; "
+                f"got values from {low} to {high}."
+            )
+    return safe, kept
+
+
+def _alpha(alpha: Tensor, logits: Tensor) -> Tensor:
+    if tuple(alpha.shape) != (logits.shape[-1],):
+        raise ShapeError(
+            f"alpha must be a number or one per class, shape ({logits.shape[-1]},); got {_checks.shape_text(alpha)}."
+        )
+    return alpha
+
+
+def _fit(name: str, given: Tensor, shape: torch.Size) -> Tensor:
+    try:
+        return given.expand(shape)
+    except RuntimeError:
+        raise ShapeError(f"{name} must broadcast to the rows {tuple(shape)}; got {tuple(given.shape)}.") from None
+
+
+def _blank(stats: LossStats, kept: Tensor) -> LossStats:
+    """Ignored rows as empty ones."""
+    blank = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1}
+    fields = zip(LossStats._fields, stats, strict=True)
+    return LossStats(*(torch.where(kept, x, torch.full_like(x, blank.get(name, 0))) for name, x in fields))

@@ -1,0 +1,124 @@
+"""What the statistics of a loss say about a classifier or a retriever, without ever holding its logits.
+
+    from the rank of the target           top-k accuracy, recall at k, mean reciprocal rank
+    from confidence and correctness       expected calibration error
+    from log Z at two scales              Brier score:  sum_j p_j^2 = exp( log Z(2s) - 2 log Z(s) )
+    from the surprise                     perplexity
+
+Rows that were ignored (rank -1) are left out everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from partita._checks import check_positive
+from partita.errors import ShapeError, ValueRangeError
+from partita.gibbs import Gibbs
+from partita.rows import LossStats
+
+__all__ = [
+    "brier_score",
+    "expected_calibration_error",
+    "mean_reciprocal_rank",
+    "perplexity",
+    "recall_at_k",
+    "top_k_accuracy",
+]
+
+
+def top_k_accuracy(rank: Tensor | LossStats, k: int = 1) -> Tensor:
+    """Share of rows whose target is among the k best; `rank` counts the keys that score higher, 0 is the best.
+
+    >>> top_k_accuracy(torch.tensor([0, 2, 5]), k=3)
+    tensor(0.6667)
+    """
+    if not isinstance(k, int) or k < 1:
+        raise ValueRangeError(f"k must be a whole number, at least 1; got {k!r}.")
+    return _mean((_ranks(rank) < k).float())
+
+
+def recall_at_k(rank: Tensor | LossStats, k: int = 1) -> Tensor:
+    """Share of queries whose one relevant key is among the k best: with one relevant key, top-k accuracy.
+
+    >>> recall_at_k(torch.tensor([0, 2, 5]), k=1)
+    tensor(0.3333)
+    """
+    return top_k_accuracy(rank, k)
+
+
+def mean_reciprocal_rank(rank: Tensor | LossStats) -> Tensor:
+    """Mean of 1 / (rank + 1).
+
+    >>> mean_reciprocal_rank(torch.tensor([0, 1, 3]))  # (1 + 1/2 + 1/4) / 3
+    tensor(0.5833)
+    """
+    return _mean(1.0 / (_ranks(rank).float() + 1))
+
+
+def perplexity(nll: Tensor | LossStats) -> Tensor:
+    """exp of the mean surprise: the number of equally likely tokens that would surprise as much.
+
+    >>> perplexity(torch.tensor([2.0, 8.0]).log())  # sqrt(2 * 8)
+    tensor(4.)
+    """
+    rows = nll.nll[nll.target_rank >= 0] if isinstance(nll, LossStats) else nll
+    return _mean(rows.reshape(-1)).exp()
+
+
+def expected_calibration_error(
+    confidence: Tensor | LossStats, correct: Tensor | None = None, *, bins: int = 15
+) -> Tensor:
+    """How far confidence is from accuracy, averaged over bins of equal width, weighted by their rows.
+
+        ECE = sum_b n_b / n |accuracy_b - mean confidence_b|
+
+    >>> expected_calibration_error(torch.full((4,), 0.75), torch.tensor([True, True, True, False]))
+    tensor(0.)
+    """
+    check_positive("bins", bins)
+    if isinstance(confidence, LossStats):
+        kept = confidence.target_rank >= 0
+        sure, right = confidence.confidence[kept], confidence.correct[kept]
+    elif correct is None or correct.shape != confidence.shape:
+        raise ShapeError("give a LossStats, or confidence and correct of one shape.")
+    else:
+        sure, right = confidence.reshape(-1), correct.reshape(-1)
+    sure = sure.detach()
+    edges = torch.linspace(0, 1, bins + 1, dtype=sure.dtype, device=sure.device)[1:-1]
+    at = torch.bucketize(sure, edges)
+    gap = torch.zeros(bins, dtype=sure.dtype, device=sure.device).index_add(0, at, right.to(sure.dtype) - sure)
+    return gap.abs().sum() / max(sure.numel(), 1)
+
+
+def brier_score(gibbs: Gibbs, target: Tensor) -> Tensor:  # (..., n_query)
+    """Squared distance of the distribution from the truth, per row, in two passes.
+
+        |p - e_target|^2 = sum_j p_j^2 - 2 p_target + 1
+
+    >>> brier_score(Gibbs(torch.zeros(1, 2), torch.zeros(2, 2)), torch.tensor([0]))  # 2 (1/2)^2
+    tensor([0.5000])
+    """
+    sharper = Gibbs(
+        gibbs.query,
+        gibbs.key,
+        scale=2 * gibbs.scale,
+        bias=None if gibbs.bias is None else 2 * gibbs.bias,
+        support=gibbs.support,
+        softcap=None if gibbs.softcap is None else 2 * gibbs.softcap,
+        grouped=gibbs.grouped,
+        cap_bias=gibbs.cap_bias,
+    )
+    nll = gibbs.nll(target)
+    twice = (sharper.log_partition() - 2 * gibbs.log_partition()).exp()
+    return (twice - 2 * (-nll).exp() + 1).clamp(min=0.0)
+
+
+def _ranks(rank: Tensor | LossStats) -> Tensor:
+    ranks = rank.target_rank if isinstance(rank, LossStats) else rank
+    return ranks[ranks >= 0]
+
+
+def _mean(rows: Tensor) -> Tensor:
+    return rows.sum() / max(rows.numel(), 1)

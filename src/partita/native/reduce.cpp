@@ -1,0 +1,278 @@
+// Forward, the driver: packing, tasks over threads, key splits merged in a fixed order. The arithmetic is in reduce.h.
+#include "columns.h"
+
+namespace partita {
+namespace PARTITA_ISA {
+
+namespace {
+
+template <class A>
+struct Call {
+  const PartitaProblem& p;
+  const Plan& plan;
+  const PartitaSums& to;
+  Scores<A> sc;
+  int64_t Vp, panels;
+  bool moments, rank, pack_value;
+  A* packed = nullptr;  // of the wave: for each group its key panels, then its padded values
+  int64_t packed_group = 0;
+  A* partial = nullptr;  // peak, mass, first, second, target score, moment of each unfinished row
+  int64_t* partial_count = nullptr;  // count and rank
+  A* columns = nullptr;  // of each row block
+
+  Rows keys(int64_t group) const { return rows_of(p.key, group); }
+  Rows values(int64_t group) const { return rows_of(p.value, group); }
+  Rows rows_of(const PartitaOperand& o, int64_t group) const {
+    const int64_t entry = plan.entries[plan.begin[group]];
+    return {static_cast<const char*>(o.data) + o.offset[entry] * static_cast<int64_t>(dtype_size(p.dtype)), o.row, p.dtype};
+  }
+};
+
+template <class A>
+void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles) {
+  constexpr int W = Vec<A>::W, L = Shape<A>::LANES;
+  const PartitaProblem& p = call.p;
+  for (int64_t r = 0; r < task.rows; ++r) {
+    const int64_t f = task.first + r;
+    t.row[r] = make_row(p, call.plan.entries[call.plan.begin[task.group] + f / p.Q], f % p.Q);
+    t.peak[r] = neg_inf<A>();
+    t.count[r] = t.rank[r] = 0;
+    t.target[r] = neg_inf<A>();
+  }
+  const size_t lanes = sizeof(A) * static_cast<size_t>(task.rows * W);
+  std::memset(t.mass, 0, lanes);
+  std::memset(t.first, 0, lanes);
+  std::memset(t.second, 0, lanes);
+  if (call.to.moment) std::memset(t.moment, 0, sizeof(A) * static_cast<size_t>(task.rows * call.Vp));
+  const Rows keys = p.K ? call.keys(task.group) : Rows{};
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t a = task.rows * i / tiles, b = task.rows * (i + 1) / tiles;
+    A* query = t.query + i * p.D * L;
+    for (int64_t r = a; r < b; ++r) {
+      const Row& row = t.row[r];
+      const A factor = *row_at<A>(p.scale, row.entry, row.index) * call.sc.fold;
+      convert_row<A>(p.query.data, p.query.offset[row.entry] + row.index * p.query.row, p.dtype, p.D, p.D, factor,
+                     t.temp + (r - a) * p.D);
+    }
+    pack_tile<A>(t.temp, b - a, p.D, p.D, query);
+    if (p.target.data)
+      for (int64_t r = a; r < b; ++r) t.target[r] = target_score<A>(call.sc, t.row[r], keys, query + (r - a), L, t.temp);
+  }
+}
+
+template <class A>
+bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
+  using V = Vec<A>;
+  const PartitaProblem& p = call.p;
+  const bool counted = call.sc.masked || p.bias.data;
+  bool fine = true;
+  for (int64_t r = 0; r < task.rows; ++r) {
+    const Row& row = t.row[r];
+    const A mass = V::sum(V::load(t.mass + r * V::W)), first = V::sum(V::load(t.first + r * V::W));
+    const A second = V::sum(V::load(t.second + r * V::W));
+    int64_t count = t.count[r];
+    if (!counted) {
+      const int64_t lo = row.start > task.key_begin ? row.start : task.key_begin;
+      const int64_t hi = row.stop < task.key_end ? row.stop : task.key_end;
+      count = hi > lo ? hi - lo - (p.hole && row.index >= lo && row.index < hi) : 0;
+    }
+    if (task.partial < 0) {
+      fine &= finish_row<A>(p, call.to, row, t.peak[r], mass, first, second, t.moment + r * call.Vp, count, t.rank[r], t.target[r]);
+    } else {
+      A* part = call.partial + (task.partial + r) * (5 + call.Vp);
+      part[0] = t.peak[r];
+      part[1] = mass;
+      part[2] = first;
+      part[3] = second;
+      part[4] = t.target[r];
+      if (call.to.moment) std::memcpy(part + 5, t.moment + r * call.Vp, sizeof(A) * static_cast<size_t>(call.Vp));
+      call.partial_count[(task.partial + r) * 2] = count;
+      call.partial_count[(task.partial + r) * 2 + 1] = t.rank[r];
+    }
+  }
+  return fine;
+}
+
+template <class A>
+bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed) {
+  constexpr int KEYS = Block<A>::KEYS, P = Shape<A>::PANEL, LD = Block<A>::LD, L = Shape<A>::LANES, R = Shape<A>::ROWS;
+  const PartitaProblem& p = call.p;
+  const int64_t tiles = (task.rows + R - 1) / R, padded = call.panels * P;
+  Columns<A> columns(call.columns + task.piece * 4 * padded, padded);
+  if (call.to.col_peak) columns.clear(padded);
+  start_rows(call, task, t, tiles);
+  int64_t lo = task.key_end, hi = task.key_begin;
+  for (int64_t r = 0; r < task.rows; ++r)
+    if (t.row[r].stop > t.row[r].start) {
+      lo = t.row[r].start < lo ? t.row[r].start : lo;
+      hi = t.row[r].stop > hi ? t.row[r].stop : hi;
+    }
+  lo = lo < task.key_begin ? task.key_begin : lo / KEYS * KEYS;
+  hi = hi > task.key_end ? task.key_end : hi;
+
+  for (int64_t key = lo; key < hi; key += KEYS) {
+    const int64_t end = key + KEYS < p.K ? key + KEYS : p.K, used = end < hi ? end : hi;
+    const A* panels = packed + key * p.D;
+    if (!call.plan.prepacked) {
+      pack_panels<A>(call.keys(task.group), p.K, p.D, key / P, (used + P - 1) / P, t.panel, t.temp);
+      panels = t.panel;
+    }
+    const A* value = nullptr;
+    int64_t ldv = call.Vp;
+    if (call.to.moment) {
+      const Rows values = call.values(task.group);
+      if (!call.pack_value) {
+        value = reinterpret_cast<const A*>(values.data) + key * values.row;
+        ldv = values.row;
+      } else if (call.plan.prepacked) {
+        value = packed + call.panels * P * p.D + key * call.Vp;
+      } else {
+        pack_rows<A>(values, p.V, call.Vp, key, used, t.value);
+        value = t.value;
+      }
+    }
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t at = task.rows * i / tiles;
+      const int m = static_cast<int>(task.rows * (i + 1) / tiles - at);
+      Run runs[Block<A>::RUNS];
+      const Cover c = cover<A>(call.sc, t.row + at, m, key, end, runs);
+      if (!c.runs) continue;
+      for (int u = 0; u < c.runs; ++u)
+        score<A, LD>(m, p.D, t.query + i * p.D * L, panels + runs[u].begin * p.D, (runs[u].end - runs[u].begin) / P, t.score + runs[u].begin);
+      if (!call.sc.plain || !c.whole) finish_scores<A, LD>(call.sc, t.row + at, m, key, c, runs, t.score, t.temp, nullptr);
+      if (call.to.col_peak) add_columns<A, LD>(t.score, m, c.begin, c.end, key, columns);
+      alignas(64) A keep[L];
+      soften<A>(call.sc, t, at, m, c, call.moments, call.rank, keep);
+      if (!value) continue;
+      for (int u = 0; u < c.runs; ++u) {
+        const int64_t stop = runs[u].end < c.last ? runs[u].end : c.last;
+        accumulate<A, 1, LD>(m, stop - runs[u].begin, t.score + runs[u].begin, value + runs[u].begin * ldv, ldv, call.Vp,
+                             t.moment + at * call.Vp, call.Vp, u ? nullptr : keep);
+      }
+    }
+  }
+  return finish_rows(call, task, t);
+}
+
+template <class A>
+bool run_merge(const Call<A>& call, const Merge& merge, A* moment) {
+  const int64_t ld = 5 + call.Vp;
+  bool fine = true;
+  for (int64_t r = 0; r < merge.rows; ++r) {
+    A peak = neg_inf<A>(), mass = 0, first = 0, second = 0;
+    int64_t count = 0, rank = 0;
+    for (int64_t s = 0; s < merge.splits; ++s) {
+      const A top = call.partial[(merge.partial + s * merge.rows + r) * ld];
+      peak = top > peak ? top : peak;
+    }
+    for (int64_t v = 0; v < call.Vp; ++v) moment[v] = 0;
+    for (int64_t s = 0; s < merge.splits; ++s) {
+      const int64_t from = merge.partial + s * merge.rows + r;
+      A* part = call.partial + from * ld;
+      count += call.partial_count[from * 2];
+      rank += call.partial_count[from * 2 + 1];
+      if (part[0] == neg_inf<A>() && part[1] == 0) continue;
+      const A d = part[0] - peak, ratio = exp2_one<A>(d);
+      shift<A>(d, ratio, part + 1, part + 2, part + 3, 1);
+      mass += part[1];
+      first += part[2];
+      second += part[3];
+      if (call.to.moment)
+        for (int64_t v = 0; v < call.Vp; ++v) moment[v] += ratio * part[5 + v];
+    }
+    const int64_t f = merge.first + r;
+    const Row row = make_row(call.p, call.plan.entries[call.plan.begin[merge.group] + f / call.p.Q], f % call.p.Q);
+    const A target = call.partial[(merge.partial + r) * ld + 4];
+    fine &= finish_row<A>(call.p, call.to, row, peak, mass, first, second, moment, count, rank, target);
+  }
+  return fine;
+}
+
+template <class A>
+int32_t reduce_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& to) {
+  constexpr int W = Vec<A>::W, P = Shape<A>::PANEL;
+  Call<A> call{p, plan, to, make_scores<A>(p), 0, (p.K + P - 1) / P, to.first != nullptr, to.rank != nullptr, false};
+  call.Vp = to.moment ? round_up(p.V, W) : 0;
+  call.pack_value = to.moment && (p.dtype != (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64) || p.V % W != 0);
+  call.packed_group = call.panels * P * (p.D + (call.pack_value ? call.Vp : 0));
+
+  int64_t wave_groups = 0;
+  for (int64_t w = 0; w < plan.waves; ++w) {
+    const int64_t n = plan.wave[w].group_end - plan.wave[w].group;
+    wave_groups = n > wave_groups ? n : wave_groups;
+  }
+  Carver shared{nullptr};
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass) shared = Carver{static_cast<char*>(std::aligned_alloc(64, shared.used + 64))};
+    if (pass && !shared.base) return NO_MEMORY;
+    call.packed = shared.take<A>(plan.prepacked ? wave_groups * call.packed_group : 0);
+    call.partial = shared.take<A>(plan.partial_rows * (5 + call.Vp));
+    call.partial_count = shared.take<int64_t>(plan.partial_rows * 2);
+    call.columns = shared.take<A>(to.col_peak ? plan.pieces * 4 * call.panels * P : 0);
+  }
+
+  int32_t failed = 0, odd = 0;
+#pragma omp parallel num_threads(p.threads) reduction(| : failed, odd)
+  {
+    FlushDenormals flush;
+    Sums<A> t;
+    Carver count{nullptr};
+    t.carve(count, plan.rows, p.D, call.Vp, !plan.prepacked, call.pack_value && !plan.prepacked);
+    Carver carver{static_cast<char*>(scratch(count.used + 64))};
+    failed = !carver.base;
+    if (carver.base) t.carve(carver, plan.rows, p.D, call.Vp, !plan.prepacked, call.pack_value && !plan.prepacked);
+    for (int64_t w = 0; w < plan.waves; ++w) {
+      const Wave& wave = plan.wave[w];
+      if (plan.prepacked) {
+        constexpr int64_t STEP = 8;  // panels at a time
+        const int64_t steps = (call.panels + STEP - 1) / STEP, pieces = (wave.group_end - wave.group) * steps;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < pieces; ++i) {
+          if (failed) continue;
+          const int64_t g = wave.group + i / steps, a = i % steps * STEP;
+          const int64_t b = a + STEP < call.panels ? a + STEP : call.panels;
+          A* to_group = call.packed + (g - wave.group) * call.packed_group;
+          pack_panels<A>(call.keys(g), p.K, p.D, a, b, to_group + a * P * p.D, t.temp);
+          if (call.pack_value)
+            pack_rows<A>(call.values(g), p.V, call.Vp, a * P, b * P < p.K ? b * P : p.K,
+                         to_group + call.panels * P * p.D + a * P * call.Vp);
+        }
+      }
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = wave.task; i < wave.task_end; ++i) {
+        if (failed) continue;
+        const Task& task = plan.task[i];
+        odd |= !run_task<A>(call, task, t, call.packed + (task.group - wave.group) * call.packed_group);
+      }
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < plan.merges; ++i)
+      if (!failed) odd |= !run_merge<A>(call, plan.merge[i], t.moment);
+    const int64_t finished = to.col_peak ? p.K : 0;
+#pragma omp for schedule(static)
+    for (int64_t j = 0; j < finished; ++j)
+      if (!failed) odd |= !finish_column<A>(call.columns, plan.pieces, call.panels * P, j, to);
+  }
+  std::free(shared.base);
+  return failed ? NO_MEMORY : odd ? NOT_FINITE : FINITE;
+}
+
+template <class A>
+Tuning tuning_as(const PartitaProblem& p) {
+  Tuning t{};
+  t.tile = Shape<A>::ROWS;
+  t.keys = Block<A>::KEYS;
+  t.packed_bytes = static_cast<int64_t>(sizeof(A)) * (p.K + Shape<A>::PANEL) * (p.D + p.V);
+  return t;
+}
+
+}  // namespace
+
+Tuning tuning(const PartitaProblem& p) { return p.dtype == PARTITA_FLOAT64 ? tuning_as<double>(p) : tuning_as<float>(p); }
+
+int32_t reduce(const PartitaProblem& p, const Plan& plan, const PartitaSums& to) {
+  return p.dtype == PARTITA_FLOAT64 ? reduce_as<double>(p, plan, to) : reduce_as<float>(p, plan, to);
+}
+
+}  // namespace PARTITA_ISA
+}  // namespace partita

@@ -1,0 +1,223 @@
+// A tile of scores: the rows of one register block against the keys of one key block.
+//
+// `Row` says what one query row may see, `cover` which panels of the key block any row of the tile can see, `finish_scores`
+// turns products into scores in base 2: softcap, bias, then -inf on what is invisible.
+#pragma once
+#include "exp.h"
+#include "pack.h"
+
+namespace partita {
+namespace PARTITA_ISA {
+
+template <class A>
+struct Block {  // sizes of a key block and of the score buffer
+  static constexpr int KEYS = sizeof(A) == 4 ? (Vec<A>::ROWS > 8 ? 512 : 256) : (Vec<A>::ROWS > 8 ? 256 : 128);
+  static constexpr int LD = KEYS + 16;  // not a power of two: rows would fall on the same cache sets
+  static constexpr int RUNS = KEYS / Shape<A>::PANEL;
+};
+
+struct Row {
+  int64_t entry, index, out;  // batch entry, row in it, entry * Q + index
+  int64_t start, stop;
+  int64_t target;  // -1 where absent
+  const char* bias;
+  const uint8_t* mask;
+  const int32_t* segments;
+  int32_t segment;
+};
+
+template <class A>
+struct Scores {  // what every tile of a call shares
+  const PartitaProblem* problem;
+  A fold;       // multiplies scale: log2 e, or 1 / softcap
+  A cap;        // softcap * log2 e, 0 where absent
+  bool plain;   // no softcap, no bias
+  bool masked;  // segments or a mask: visibility is more than an interval
+};
+
+template <class A>
+inline Scores<A> make_scores(const PartitaProblem& p) {
+  Scores<A> s;
+  s.problem = &p;
+  s.fold = static_cast<A>(p.softcap > 0 ? 1.0 / p.softcap : LOG2E);
+  s.cap = static_cast<A>(p.softcap > 0 ? p.softcap * LOG2E : 0.0);
+  s.plain = !(p.softcap > 0) && !p.bias.data;
+  s.masked = p.mask.data || p.query_segment.data;
+  return s;
+}
+
+template <class T>
+PARTITA_INLINE const T* row_at(const PartitaOperand& o, int64_t entry, int64_t index) {
+  return static_cast<const T*>(o.data) + o.offset[entry] + index * o.row;
+}
+
+inline Row make_row(const PartitaProblem& p, int64_t entry, int64_t index) {
+  Row r;
+  r.entry = entry;
+  r.index = index;
+  r.out = entry * p.Q + index;
+  const int64_t start = p.start.data ? *row_at<int32_t>(p.start, entry, index) : 0;
+  const int64_t stop = p.stop.data ? *row_at<int32_t>(p.stop, entry, index) : p.K;
+  r.start = start > 0 ? start : 0;
+  r.stop = stop < p.K ? stop : p.K;
+  if (r.stop < r.start) r.stop = r.start;
+  r.target = p.target.data ? *row_at<int64_t>(p.target, entry, index) : -1;
+  r.bias = nullptr;
+  if (p.bias.data) {
+    const int64_t at = p.bias.offset[entry] + index * p.bias.row;
+    r.bias = static_cast<const char*>(p.bias.data) + at * static_cast<int64_t>(dtype_size(p.bias_dtype));
+  }
+  r.mask = p.mask.data ? row_at<uint8_t>(p.mask, entry, index) : nullptr;
+  r.segments = p.key_segment.data ? row_at<int32_t>(p.key_segment, entry, 0) : nullptr;
+  r.segment = p.query_segment.data ? *row_at<int32_t>(p.query_segment, entry, index) : 0;
+  return r;
+}
+
+// Visible to this row, bias aside.
+inline bool visible(const PartitaProblem& p, const Row& r, int64_t j) {
+  return j >= r.start && j < r.stop && !(p.hole && j == r.index) && (!r.segments || r.segments[j] == r.segment) &&
+         (!r.mask || r.mask[p.mask.col ? j : 0]);
+}
+
+struct Run {
+  int begin, end;  // columns of the key block, multiples of a panel
+};
+
+struct Cover {
+  int runs = 0;
+  int begin = 0, end = 0;  // first and last column of all runs
+  int64_t last = 0;        // columns at or past this one are invisible to every row
+  bool whole = false;      // every row sees every column of [begin, end)
+};
+
+// Does any row of the tile see a key of [j, end)? Exact for masks; for segments, whether the ranges of ids meet.
+inline bool panel_seen(const PartitaProblem& p, const Row* rows, int m, int64_t j, int64_t end) {
+  if (rows[0].segments) {
+    bool meet = false;
+    const int32_t* known = nullptr;
+    int32_t low = 0, high = 0;
+    for (int r = 0; r < m && !meet; ++r) {
+      if (rows[r].segments != known) {
+        known = rows[r].segments;
+        low = high = known[j];
+        for (int64_t i = j; i < end; ++i) {
+          low = known[i] < low ? known[i] : low;
+          high = known[i] > high ? known[i] : high;
+        }
+      }
+      meet = rows[r].segment >= low && rows[r].segment <= high;
+    }
+    if (!meet) return false;
+  }
+  if (!rows[0].mask) return true;
+  for (int r = 0; r < m; ++r) {
+    if (!p.mask.col) {
+      if (rows[r].mask[0]) return true;
+      continue;
+    }
+    uint8_t any = 0;
+    for (int64_t i = j; i < end; ++i) any |= rows[r].mask[i];
+    if (any) return true;
+  }
+  return false;
+}
+
+template <class A>
+inline Cover cover(const Scores<A>& s, const Row* rows, int m, int64_t key, int64_t end, Run* runs) {
+  constexpr int P = Shape<A>::PANEL;
+  const PartitaProblem& p = *s.problem;
+  Cover c;
+  int64_t lo = end, hi = key, inner_lo = key, inner_hi = end;
+  bool hole = false;
+  for (int r = 0; r < m; ++r) {
+    if (rows[r].stop > rows[r].start) {
+      lo = rows[r].start < lo ? rows[r].start : lo;
+      hi = rows[r].stop > hi ? rows[r].stop : hi;
+    }
+    inner_lo = rows[r].start > inner_lo ? rows[r].start : inner_lo;
+    inner_hi = rows[r].stop < inner_hi ? rows[r].stop : inner_hi;
+    hole = hole || (p.hole && rows[r].index >= key && rows[r].index < end);
+  }
+  lo = lo < key ? key : lo;
+  hi = hi > end ? end : hi;
+  if (lo >= hi) return c;
+  const int first = static_cast<int>((lo - key) / P), last = static_cast<int>((hi - key + P - 1) / P);
+  if (!s.masked) {
+    runs[0] = {first * P, last * P};
+    c.runs = 1;
+  } else {
+    for (int q = first; q < last; ++q) {
+      const int64_t a = key + q * P, b = a + P < p.K ? a + P : p.K;
+      if (!panel_seen(p, rows, m, a, b)) continue;
+      if (c.runs && runs[c.runs - 1].end == q * P)
+        runs[c.runs - 1].end = (q + 1) * P;
+      else
+        runs[c.runs++] = {q * P, (q + 1) * P};
+    }
+    if (!c.runs) return c;
+  }
+  c.begin = runs[0].begin;
+  c.end = runs[c.runs - 1].end;
+  c.last = hi - key < c.end ? hi - key : c.end;
+  c.whole = !s.masked && !hole && inner_lo <= key + c.begin && inner_hi >= key + c.end;
+  return c;
+}
+
+// The bias of one row for columns [begin, end) of the key block, times log2 e, added to s. `temp` holds a key block.
+template <class A>
+inline void add_bias(const PartitaProblem& p, const Row& row, int64_t key, int begin, int end, A* s, A* temp) {
+  using V = Vec<A>;
+  if (!p.bias.col) {
+    const A b = element<A>(row.bias, 0, p.bias_dtype) * static_cast<A>(LOG2E);
+    for (int j = begin; j < end; ++j) s[j] += b;
+    return;
+  }
+  const int64_t stop = p.K - key < end ? p.K - key : end;
+  convert_row<A>(row.bias, key + begin, p.bias_dtype, stop - begin, end - begin, A(1), temp + begin);
+  for (int j = begin; j < end; j += V::W)
+    V::store(s + j, V::fma(V::load(temp + j), V::set(static_cast<A>(LOG2E)), V::load(s + j)));
+}
+
+template <class A>
+inline void hide(const PartitaProblem& p, const Row& row, int64_t key, int begin, int end, A* s) {
+  const A none = neg_inf<A>();
+  const int64_t from = row.start - key, to = row.stop - key;
+  for (int j = begin; j < end && j < from; ++j) s[j] = none;
+  for (int64_t j = to > begin ? to : begin; j < end; ++j) s[j] = none;
+  if (p.hole && row.index - key >= begin && row.index - key < end) s[row.index - key] = none;
+  const int64_t stop = p.K - key < end ? p.K - key : end;
+  if (row.segments)
+    for (int64_t j = begin; j < stop; ++j) s[j] = row.segments[key + j] == row.segment ? s[j] : none;
+  if (row.mask) {
+    if (p.mask.col)
+      for (int64_t j = begin; j < stop; ++j) s[j] = row.mask[key + j] ? s[j] : none;
+    else if (!row.mask[0])
+      for (int64_t j = begin; j < stop; ++j) s[j] = none;
+  }
+}
+
+// Products to scores, for m rows of one tile. With a softcap, `tanhs` (or null) receives tanh of the scaled products.
+template <class A, int LD>
+inline void finish_scores(const Scores<A>& sc, const Row* rows, int m, int64_t key, const Cover& c, const Run* runs, A* s,
+                          A* temp, A* tanhs) {
+  using V = Vec<A>;
+  for (int r = 0; r < m; ++r) {
+    A* row = s + r * LD;
+    for (int u = 0; u < c.runs; ++u) {
+      if (sc.cap > 0) {
+        for (int j = runs[u].begin; j < runs[u].end; j += V::W) {
+          const typename V::T t = tanh<A>(V::load(row + j));
+          if (tanhs) V::store(tanhs + r * LD + j, t);
+          V::store(row + j, V::mul(t, V::set(sc.cap)));
+        }
+      }
+      if (rows[r].bias) add_bias(*sc.problem, rows[r], key, runs[u].begin, runs[u].end, row, temp);
+      if (!c.whole) hide(*sc.problem, rows[r], key, runs[u].begin, runs[u].end, row);
+      if (u)
+        for (int j = runs[u - 1].end; j < runs[u].begin; ++j) row[j] = neg_inf<A>();
+    }
+  }
+}
+
+}  // namespace PARTITA_ISA
+}  // namespace partita

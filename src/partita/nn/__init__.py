@@ -1,0 +1,39 @@
+"""Modules: they hold parameters and settings, and call the faces."""
+
+from partita.nn.attention import EntropyInvariantAttention, MultiheadAttention
+from partita.nn.contrastive import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
+from partita.nn.controller import TemperatureController
+from partita.nn.losses import (
+    CrossEntropyLoss,
+    DistillationLoss,
+    FocalLoss,
+    LinearCrossEntropyLoss,
+    MAELoss,
+    MSELoss,
+    NCELoss,
+)
+from partita.nn.qk_clip import qk_clip_
+from partita.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
+from partita.scale import ScalableSoftmax
+
+__all__ = [
+    "ClipLoss",
+    "CrossEntropyLoss",
+    "DistillationLoss",
+    "EntropyInvariantAttention",
+    "FocalLoss",
+    "InfoNCELoss",
+    "LinearCrossEntropyLoss",
+    "MAELoss",
+    "MSELoss",
+    "MultiheadAttention",
+    "NCELoss",
+    "NTXentLoss",
+    "ScalableSoftmax",
+    "SigLipLoss",
+    "SupConLoss",
+    "TemperatureController",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
+    "qk_clip_",
+]

@@ -1,0 +1,93 @@
+"""A closed loop around a layer's temperature, so that its entropy stays where it should.
+
+    log scale  <-  log scale + gain * (H - H_target) / Var[score]
+
+d H / d log(scale) = -Var[score], so this is Newton's step, damped: too much entropy makes the scale grow. The update
+printed in the notes, scale <- scale * H_target / H, has the opposite sign of feedback and runs away (M-SCL-10).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from partita._checks import check_positive
+from partita.engine import Stats
+from partita.errors import ShapeError, ValueRangeError
+from partita.scale import Policy
+
+__all__ = ["TemperatureController"]
+
+
+class TemperatureController(nn.Module, Policy):
+    """A scale per head that is steered, not trained: `scale=` of a module, updated from the statistics it sees.
+
+    Give one of: entropy (nats), fraction (of log n). `observe(stats)` takes one step; MultiheadAttention does so after
+    each forward pass in training. In evaluation the scale stands still. It is a buffer: saved, loaded, no gradient.
+
+    >>> control = TemperatureController(1, entropy=0.5, gain=1.0)
+    >>> control(4, 64)  # starts at 1 / sqrt(64)
+    tensor([[0.1250]])
+    """
+
+    log_scale: Tensor  # (heads,), relative to 1/sqrt(dim)
+
+    def __init__(
+        self,
+        heads: int,
+        *,
+        entropy: float | None = None,
+        fraction: float | None = None,
+        gain: float = 0.3,
+        max_step: float = 0.5,
+        limits: tuple[float, float] = (1e-3, 1e3),
+    ):
+        super().__init__()
+        if (entropy is None) == (fraction is None):
+            raise ValueRangeError("give exactly one of entropy (nats) and fraction (of log n).")
+        check_positive("heads", heads)
+        check_positive("the target", float(entropy if fraction is None else fraction), zero=True)  # type: ignore[arg-type]
+        check_positive("gain", gain)
+        check_positive("max_step", max_step)
+        self.entropy, self.fraction, self.gain, self.max_step, self.limits = entropy, fraction, gain, max_step, limits
+        self.register_buffer("log_scale", torch.zeros(heads))
+
+    def forward(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
+        n = torch.as_tensor(visible, device=self.log_scale.device)
+        n = n if n.is_floating_point() else n.to(self.log_scale.dtype)
+        return self.multiplier(n, dim)
+
+    __call__ = nn.Module.__call__
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return self.log_scale.exp().to(n.dtype)[:, None] / math.sqrt(dim) * torch.ones_like(n)
+
+    @torch.no_grad()
+    def observe(self, stats: Stats) -> Tensor:  # (heads,)
+        """One step from the statistics of a pass, (..., heads, n_query); gives the mean miss H - H_target per head.
+
+        Rows with fewer than two keys have nothing to steer and are left out; so are targets above log n.
+        """
+        heads = self.log_scale.shape[0]
+        if stats.entropy.dim() < 2 or stats.entropy.shape[-2] != heads:
+            raise ShapeError(f"stats must be (..., {heads} heads, n_query); got {tuple(stats.entropy.shape)}.")
+        rows = Stats(*(field.detach().movedim(-2, 0).reshape(heads, -1) for field in stats))
+        ceiling = rows.visible.clamp(min=1).log()
+        target = (
+            torch.full_like(ceiling, self.entropy) if self.entropy is not None else (self.fraction or 0.0) * ceiling
+        )
+        usable = ((rows.visible >= 2) & (target < ceiling)).to(ceiling.dtype)
+        count = usable.sum(-1).clamp(min=1)
+        miss = ((rows.entropy - target) * usable).sum(-1) / count
+        variance = (rows.score_variance * usable).sum(-1) / count
+        step = self.gain * miss / variance.clamp(min=1e-6)
+        step = torch.where(step.isfinite(), step, torch.zeros_like(step)).clamp(-self.max_step, self.max_step)
+        low, high = (math.log(x) for x in self.limits)
+        self.log_scale.copy_((self.log_scale + step.to(self.log_scale)).clamp(low, high))
+        return miss
+
+    def extra_repr(self) -> str:
+        target = f"entropy={self.entropy}" if self.entropy is not None else f"fraction={self.fraction}"
+        return f"heads={self.log_scale.shape[0]}, {target}, gain={self.gain}"

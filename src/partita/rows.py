@@ -1,0 +1,194 @@
+"""Rows of a loss: what a pass with a target says about each, torch's reductions, and work done a few rows at a time.
+
+    nll        = log Z - score_target                 surprise of the target
+    confidence = max_j p_j = 1 / mass                 the peak has weight 1 in its own sum
+    correct    = (rank == 0)                          no visible key scores higher than the target
+
+Everything here is a function of row vectors that the engine has already reduced; losses and contrast share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from partita import _checks
+from partita.engine import State, Stats, Sums
+from partita.errors import BackendError, ValueRangeError
+from partita.gibbs import surprise
+
+__all__ = [
+    "LossStats",
+    "by_rows",
+    "check_group",
+    "explicit",
+    "multiplier",
+    "output_dtype",
+    "probability",
+    "probabilities",
+    "read",
+    "reduce_rows",
+    "spread",
+]
+
+_AT_ONCE = 1 << 20  # scores held at a time by a function that is applied to a few rows
+_SMALL = 1 << 18  # below this many scores nothing is recomputed: torch.func and second derivatives stay open
+
+
+class _LossFields(NamedTuple):
+    log_partition: Tensor
+    entropy: Tensor
+    mean_score: Tensor
+    score_variance: Tensor
+    max_score: Tensor
+    visible: Tensor
+    target_rank: Tensor  # int64: how many keys score higher than the target
+    correct: Tensor  # bool: none does
+    confidence: Tensor  # the largest probability
+    nll: Tensor  # -log p(target), before weights and smoothing
+
+
+class LossStats(_LossFields, Stats):  # type: ignore[misc]  # two tuples whose first six fields agree
+    """The row statistics of `Stats`, and what a pass with a target knows besides.
+
+    A row that was ignored is like an empty one: log_partition and max_score -inf, visible 0, rank -1, the rest 0.
+    """
+
+    __slots__ = ()
+
+
+def read(sums: Sums) -> LossStats:
+    """Statistics of every row of a pass that had a target and counted its rank."""
+    assert sums.rank is not None
+    state = sums.state
+    inverse = 1.0 / torch.where(state.empty(), torch.ones_like(state.mass), state.mass)
+    confidence = torch.where(state.empty(), torch.zeros_like(inverse), inverse)
+    return LossStats(*state.stats(), sums.rank, sums.rank == 0, confidence, surprise(sums))
+
+
+def spread(stats: LossStats, kept: Tensor, shape: Sequence[int]) -> LossStats:
+    """Statistics of the kept rows put back among all rows; `kept` are flat positions."""
+    total = torch.Size(shape).numel()
+    blank = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1}
+    out = []
+    for name, rows in zip(LossStats._fields, stats, strict=True):
+        whole = rows.new_full((total,), blank.get(name, 0))
+        out.append(whole.index_put((kept,), rows).reshape(tuple(shape)))
+    return LossStats(*out)
+
+
+def explicit(scores: Tensor, target: Tensor) -> Sums:  # (..., n, K), (..., n)
+    """What a pass would give for scores that already exist; -inf hides a key."""
+    chosen = scores.gather(-1, target[..., None])
+    rank = (scores.detach() > chosen.detach()).sum(-1)
+    return Sums(State.of(scores), chosen[..., 0], rank)
+
+
+def probability(nll: Tensor) -> Tensor:
+    """exp(-nll)."""
+    return (-nll).exp()
+
+
+def probabilities(scores: Tensor) -> Tensor:  # (..., K)
+    """The distribution of explicit scores, dense as they are."""
+    state = State.of(scores)
+    level = torch.where(state.empty(), torch.zeros_like(state.peak), state.log_partition())
+    return (scores - level[..., None]).exp()
+
+
+def multiplier(log_scale: Tensor) -> Tensor:
+    """exp(log_scale): a scale kept positive by its logarithm."""
+    return log_scale.exp()
+
+
+def reduce_rows(rows: Tensor, reduction: str, total: Tensor | None = None) -> Tensor:
+    """torch's reduction of a loss per row; `total` replaces the number of rows, and nothing at all gives 0."""
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    if total is None:
+        return rows.sum() / max(rows.numel(), 1)
+    return rows.sum() / torch.where(total == 0, torch.ones_like(total), total)
+
+
+def output_dtype(tensor: Tensor) -> torch.dtype:
+    """Losses have the dtype of their input, and float32 under autocast, as torch's have."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
+
+
+def check_group(group: object | None) -> None:
+    """Sums across processes are merged by partita.distributed; a face alone knows one process."""
+    if group is not None:
+        raise BackendError(
+            "group= needs the distributed part of partita, which this installation does not have; "
+            "leave it None, or gather the keys before the call."
+        )
+
+
+def by_rows(function: Callable[..., Tensor], rows: Sequence[Tensor], shared: Sequence[Tensor], width: int) -> Tensor:
+    """function(*rows, *shared) for a few rows at a time, joined; what it holds is computed again in the backward pass.
+
+    `function` gives a result per row and may hold `width` numbers for each: nothing of size n * width stays. Whatever
+    needs a gradient must be among the arguments. Second derivatives are taken of the whole at once.
+    """
+    if rows[0].shape[0] * width <= _SMALL:
+        return function(*rows, *shared)
+    step = max(1, _AT_ONCE // max(width, 1))
+    out: Tensor = _ByRows.apply(function, len(rows), step, *rows, *shared)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ByRows(torch.autograd.Function):
+    """Forward and backward in pieces; torch's checkpoint would keep every piece until the last is done."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], n_rows: int, step: int, *tensors: Tensor) -> Tensor:
+        ctx.function, ctx.n_rows, ctx.step = function, n_rows, step
+        ctx.save_for_backward(*tensors)
+        rows, shared = tensors[:n_rows], tensors[n_rows:]
+        pieces = range(0, rows[0].shape[0], step)
+        return torch.cat([function(*(x[i : i + step] for x in rows), *shared) for i in pieces])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, n_rows, step = ctx.saved_tensors, ctx.n_rows, ctx.step
+        wanted = [i for i in range(len(tensors)) if ctx.needs_input_grad[3 + i]]
+        total: dict[int, Tensor] = {}
+        if torch.is_grad_enabled():
+            found = torch.autograd.grad(
+                ctx.function(*tensors), [tensors[i] for i in wanted], grad, create_graph=True, allow_unused=True
+            )
+            total = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
+        else:
+            total = {i: torch.zeros_like(tensors[i]) for i in wanted}
+            for first in range(0, tensors[0].shape[0], step):
+                part = slice(first, first + step)
+                with torch.enable_grad():
+                    inputs = [(x[part] if i < n_rows else x).detach() for i, x in enumerate(tensors)]
+                    for i in wanted:
+                        inputs[i].requires_grad_()
+                    out = ctx.function(*inputs)
+                found = torch.autograd.grad(out, [inputs[i] for i in wanted], grad[part], allow_unused=True)
+                for i, g in zip(wanted, found, strict=True):
+                    if g is not None:
+                        place = total[i][part] if i < n_rows else total[i]
+                        place += g
+        return (None, None, None, *(total.get(i) for i in range(len(tensors))))
+
+
+def check_unit(name: str, vectors: Tensor) -> None:
+    """Vectors of length 1, where a formula is only true for those."""
+    if not _checks.has_values(vectors) or vectors.numel() == 0:
+        return
+    length = torch.linalg.vector_norm(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)), dim=-1)
+    worst = float((length - 1).abs().max())
+    if not worst <= 16 * torch.finfo(vectors.dtype).eps ** 0.5:
+        raise ValueRangeError(
+            f"{name} must hold unit vectors; a length differs from 1 by {worst:.3g}. "
+            f"Normalise them (F.normalize), or pass normalize=True."
+        )

@@ -1,0 +1,292 @@
+"""How sharp: policies that turn the number of visible keys into a multiplier of the scores.
+
+    policy(visible, dim) -> scale per row          policy.fold(query, visible) -> query * scale
+
+n is always the number of keys the row may *see*, never the padded length. All but `TargetEntropy` depend on n and dim
+alone, so they fold into the query and any attention kernel can serve them. sigma is the standard deviation of the raw
+scores <query, key> over a row's keys: sqrt(dim) for vectors of unit variance, or what `measure_sigma` finds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from partita import _terms
+from partita._checks import check_pair, check_positive
+from partita.errors import ShapeError, ValueRangeError
+from partita.support import Support
+
+__all__ = [
+    "CalibratedLog",
+    "Constant",
+    "GaussianEntropy",
+    "InverseSqrt",
+    "KappaLog",
+    "LogLength",
+    "MaxLength",
+    "Mixed",
+    "Policy",
+    "ScalableSoftmax",
+    "SqrtLogLength",
+    "TargetEntropy",
+    "from_temperature",
+    "measure_sigma",
+]
+
+
+class Policy:
+    """Abstract: a multiplier per row from the number of visible keys and the dimension."""
+
+    def __call__(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
+        return self.multiplier(_count(visible), dim)
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        raise TypeError("Policy is abstract; use partita.scale.LogLength() and its like.")
+
+    def fold(self, query: Tensor, visible: Tensor | int) -> Tensor:  # (..., n_query, dim)
+        """The query with its row's scale multiplied in, for kernels that know no scale (pass them scale=1)."""
+        scale = self(visible, query.shape[-1], query)
+        return query * (scale[..., None] if scale.dim() else scale).to(query.dtype)
+
+
+def _count(visible: Tensor | int) -> Tensor:
+    """n as floating numbers, at least 1: a row without keys has no use for its scale, but 0 * -inf would be nan."""
+    n = torch.as_tensor(visible) if isinstance(visible, Tensor) else torch.tensor(float(visible), dtype=torch.float64)
+    n = n if n.is_floating_point() else n.to(torch.get_default_dtype())
+    return n.clamp(min=1.0)
+
+
+@dataclass(frozen=True)
+class InverseSqrt(Policy):
+    """scale = 1 / sqrt(dim): attention's habit; knows nothing of length (M-SCL-1)."""
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return torch.full_like(n, dim**-0.5)
+
+
+@dataclass(frozen=True)
+class Constant(Policy):
+    """scale = value, whatever the length."""
+
+    value: float
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return torch.full_like(n, self.value)
+
+
+@dataclass(frozen=True)
+class KappaLog(Policy):
+    """scale = kappa * log(n) / dim, as the notes print it (M-SCL-2); with kappa = 1 it hardly acts.
+
+    >>> KappaLog()(1, 64)  # one key: no choice to sharpen
+    tensor(0., dtype=torch.float64)
+    """
+
+    kappa: float = 1.0
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return self.kappa * n.log() / dim
+
+
+@dataclass(frozen=True)
+class LogLength(Policy):
+    """scale = log(max(n, floor)) / log(reference) / sqrt(dim): 1/sqrt(dim) at the reference length (M-SCL-7).
+
+    The floor keeps rows with one or two keys from being flattened.
+
+    >>> LogLength(reference=512)(512, 64)  # 1 / sqrt(64)
+    tensor(0.1250, dtype=torch.float64)
+    """
+
+    reference: float = 512
+    floor: float = 4
+
+    def __post_init__(self) -> None:
+        _check_reference(self.reference)
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return n.clamp(min=self.floor).log() / (math.log(self.reference) * math.sqrt(dim))
+
+
+@dataclass(frozen=True)
+class SqrtLogLength(Policy):
+    """scale = sqrt(log(max(n, floor)) / log(reference)) / sqrt(dim): the law of Gaussian scores (M-SCL-14)."""
+
+    reference: float = 512
+    floor: float = 4
+
+    def __post_init__(self) -> None:
+        _check_reference(self.reference)
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return (n.clamp(min=self.floor).log() / math.log(self.reference)).sqrt() / math.sqrt(dim)
+
+
+@dataclass(frozen=True)
+class Mixed(Policy):
+    """scale = alpha / sqrt(dim) + beta * log(n) / dim (M-SCL-3); always sharper than 1/sqrt(dim) for alpha = 1."""
+
+    alpha: float = 1.0
+    beta: float = 0.1
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return self.alpha / math.sqrt(dim) + self.beta * n.log() / dim
+
+
+@dataclass(frozen=True)
+class MaxLength(Policy):
+    """scale = kappa * log(n_max) / dim: the frozen length of the notes, a constant (M-SCL-4)."""
+
+    n_max: float
+    kappa: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_reference(self.n_max)
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return torch.full_like(n, self.kappa * math.log(self.n_max) / dim)
+
+
+@dataclass(frozen=True)
+class CalibratedLog(Policy):
+    """scale = kappa * log(n) / dim with kappa = dim / (sigma * sqrt(log reference)) (M-SCL-16).
+
+    For Gaussian scores the entropy is then stationary around n = reference, where it is log(reference) / 2.
+    """
+
+    reference: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        _check_reference(self.reference)
+        check_positive("sigma", float(self.sigma))
+
+    def kappa(self, dim: int) -> float:
+        return dim / (float(self.sigma) * math.sqrt(math.log(self.reference)))
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return self.kappa(dim) * n.log() / dim
+
+
+@dataclass(frozen=True)
+class GaussianEntropy(Policy):
+    """scale = sqrt(2 * max(0, log n - entropy)) / sigma: H = log n - (scale * sigma)^2 / 2 held constant (M-SCL-14)."""
+
+    entropy: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        check_positive("entropy", self.entropy, zero=True)
+        check_positive("sigma", float(self.sigma))
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return (2 * (n.log() - self.entropy).clamp(min=0.0)).sqrt() / float(self.sigma)
+
+
+class ScalableSoftmax(nn.Module, Policy):
+    """scale = s_head * log(visible) / sqrt(dim), one learned s per head.
+
+    `visible` is (..., n_query) or (..., heads, n_query); the result has a head dimension.
+    """
+
+    def __init__(self, heads: int, init: float = 1.0):
+        super().__init__()
+        check_positive("heads", heads)
+        self.s = nn.Parameter(torch.full((heads,), float(init)))
+
+    def forward(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
+        return self.multiplier(_count(visible), dim)
+
+    __call__ = nn.Module.__call__
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        heads = self.s.shape[0]
+        if n.dim() >= 2 and n.shape[-2] not in (1, heads):
+            raise ShapeError(
+                f"ScalableSoftmax has {heads} heads; the rows have {tuple(n.shape)}, heads second from the right."
+            )
+        return self.s.to(n.dtype)[:, None] * n.log() / math.sqrt(dim)
+
+
+@dataclass(frozen=True)
+class TargetEntropy(Policy):
+    """The scale at which each row's entropy hits a target, solved row by row (M-SCL-10).
+
+    Give one of: entropy (nats), width (keys: entropy log(width)), fraction (of log n). A target out of reach gives the
+    nearest reachable scale. It depends on the scores, so it cannot fold from n alone; Gibbs and attention solve it.
+    """
+
+    entropy: float | None = None
+    width: float | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [x for x in (self.entropy, self.width, self.fraction) if x is not None]
+        if len(given) != 1:
+            raise ValueRangeError(f"give exactly one of entropy, width, fraction; got {len(given)} of them.")
+        check_positive("the target", float(given[0]), zero=self.width is None)
+        if self.width is not None and self.width < 1:
+            raise ValueRangeError(f"width must be at least 1 key; got {self.width}.")
+        if self.fraction is not None and self.fraction > 1:
+            raise ValueRangeError(f"fraction must lie between 0 and 1; got {self.fraction}.")
+
+    def target(self, visible: Tensor) -> Tensor:
+        """The entropy each row should have."""
+        n = _count(visible)
+        if self.fraction is not None:
+            return self.fraction * n.log()
+        entropy = math.log(self.width) if self.width is not None else self.entropy
+        assert entropy is not None
+        return torch.full_like(n, entropy)
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        raise ValueRangeError(
+            "TargetEntropy depends on the scores, not on n alone; give it as scale= to Gibbs or attention, "
+            "or call partita.solve_scale(query, key, ...)."
+        )
+
+
+def _check_reference(reference: float) -> None:
+    if not (isinstance(reference, (int, float)) and math.isfinite(reference) and reference > 1):
+        raise ValueRangeError(f"a reference length must be a number above 1; got {reference!r}.")
+
+
+def from_temperature(temperature: float | Tensor) -> float | Tensor:
+    """scale = 1 / temperature."""
+    if not isinstance(temperature, Tensor):
+        check_positive("temperature", temperature)
+    return 1.0 / temperature
+
+
+@torch.no_grad()
+def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) -> float:
+    """Standard deviation of the raw scores <query, key> over a row's keys, pooled over rows with two keys or more.
+
+        sigma^2 = mean_i Var_j <query_i, key_j>
+
+    Streams over rows; nothing of size n_query * n_key is held at once for long inputs.
+    """
+    check_pair(query, key)
+    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    n_query, n_key = query.shape[-2], key.shape[-2]
+    terms = () if support is None else support.bind(n_query, n_key, batch, query.device)
+    step = max(1, (1 << 21) // max(1, n_key * math.prod(batch)))
+    total, rows = 0.0, 0
+    for first in range(0, n_query, step):
+        part = slice(first, min(first + step, n_query))
+        score = query[..., part, :].double() @ key.double().mT
+        seen = _terms.window_mask(terms, part, slice(0, n_key), query.device) if terms else None
+        seen = torch.ones_like(score) if seen is None else seen.expand_as(score).double()
+        n = seen.sum(-1)
+        score = torch.where(seen > 0, score, torch.zeros_like(score))
+        mean = score.sum(-1) / n.clamp(min=1)
+        variance = (seen * (score - mean[..., None]) ** 2).sum(-1) / n.clamp(min=1)
+        total += float(variance[n >= 2].sum())
+        rows += int((n >= 2).sum())
+    if rows == 0:
+        raise ShapeError("measure_sigma needs a row that sees at least two keys.")
+    return math.sqrt(total / rows)

@@ -1,0 +1,42 @@
+"""Numbers as tensors, and refusals in the caller's words: shared by every module of the theory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from partita.errors import ShapeError, ValueRangeError
+
+Number = float | int | Tensor
+
+
+def number(x: Number) -> Tensor:
+    """A tensor of x: floating tensors as they are, everything else in float64 so that lengths up to 2^53 stay exact."""
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return x
+    return torch.as_tensor(x, dtype=torch.float64)
+
+
+def per_row(scale: Number, scores: Tensor) -> Tensor | float:
+    """A scale that multiplies scores: a number as it is, a tensor of rows with a last axis of one key."""
+    if not isinstance(scale, Tensor):
+        return float(scale)
+    return scale.to(scores.dtype)[..., None] if scale.dim() else scale.to(scores.dtype)
+
+
+def together(*xs: Number) -> list[Tensor]:
+    """These numbers as float64 tensors of one common shape."""
+    out: list[Tensor] = list(torch.broadcast_tensors(*[number(x).double() for x in xs]))
+    return out
+
+
+def require(ok: bool | Tensor, message: str) -> None:
+    """Raise ValueRangeError with this message unless ok (everywhere)."""
+    if not bool(ok.all() if isinstance(ok, Tensor) else ok):
+        raise ValueRangeError(message)
+
+
+def require_shape(ok: bool, message: str) -> None:
+    """Raise ShapeError with this message unless ok."""
+    if not ok:
+        raise ShapeError(message)

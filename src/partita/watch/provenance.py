@@ -1,0 +1,44 @@
+"""Where and how a record was made. No host names, no paths, no environment variables."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from importlib import metadata
+from typing import Any
+
+import torch
+
+
+def provenance(model: torch.nn.Module | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Version, machine kind, model class and size, options."""
+    about: dict[str, Any] = {
+        "partita": _version("partita"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "options": options,
+    }
+    if "transformers" in sys.modules:
+        about["transformers"] = _version("transformers")
+    if model is not None:
+        parameters = list(model.parameters())
+        about["model"] = type(model).__name__
+        about["parameters"] = sum(p.numel() for p in parameters)
+        about["dtype"] = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "none"
+        about["device"] = ", ".join(sorted({p.device.type for p in parameters})) or "none"
+        implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if implementation:
+            about["attention"] = str(implementation)
+    return about
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,100 @@
+"""Blocks, segments, two levels: exact where they say so (M-GIB-9, M-ATT-12, M-ATT-14)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import partita
+from partita import support
+from partita.attention import ALiBi, blockwise_attention, hierarchical_attention, segmented_attention
+from partita.errors import ShapeError, ValueRangeError
+from partita.scale import LogLength
+
+
+def make(n=23, d=4, batch=(2, 3)):
+    return tuple(torch.randn(*batch, n, d, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+
+@pytest.mark.parametrize("block", [1, 5, 23, 100])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"support": support.window(4, 2) & support.not_self(), "scale": LogLength(reference=8)},
+        {"support": support.segments(torch.arange(23) // 4) | support.lengths(2), "softcap": 2.0},
+        {"attn_mask": torch.rand(23, 23, generator=torch.Generator().manual_seed(0)) < 0.5},
+        {"bias": ALiBi(torch.tensor([0.1, 0.2, 0.3]))},
+    ],
+    ids=["all", "causal", "window", "packed", "mask", "alibi"],
+)
+def test_merged_blocks_are_full_attention(block, options):
+    q, k, v = make()
+    got, stats = blockwise_attention(q, k, v, block, return_stats=True, **options)
+    want, whole = partita.attention(q, k, v, return_stats=True, **options)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(stats, whole)
+    upstream = torch.randn_like(want)
+    ours, theirs = (
+        torch.autograd.grad((x * upstream).sum() + s.entropy.sum(), (q, k, v)) for x, s in ((got, stats), (want, whole))
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_segments_are_blind_to_other_segments_and_policies_count_them():
+    q, k, v = make()
+    got, stats = segmented_attention(q, k, v, 5, scale=LogLength(reference=8), return_stats=True)
+    ids = torch.arange(23) // 5
+    same = ids[:, None] == ids
+    want = partita.attention(q, k, v, same, scale=LogLength(reference=8))
+    torch.testing.assert_close(got, want)
+    assert torch.equal(stats.visible[0, 0], same.sum(-1).double())
+    assert (want - partita.attention(q, k, v)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_two_levels_are_exact_when_keys_agree_inside_blocks(causal):
+    q, _, v = make()
+    k = torch.randn(2, 3, 5, 4, dtype=torch.float64).repeat_interleave(5, -2)[..., :23, :]
+    got = hierarchical_attention(q, k, v, 5, is_causal=causal)
+    torch.testing.assert_close(got, partita.attention(q, k, v, is_causal=causal))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_two_levels_written_out(causal):
+    q, k, v = make(11, 4, (2,))
+    got, stats = hierarchical_attention(q, k, v, 4, is_causal=causal, return_stats=True)
+    parts = [slice(0, 4), slice(4, 8), slice(8, 11)]
+    means = torch.stack([k[:, s].mean(1) for s in parts], 1), torch.stack([v[:, s].mean(1) for s in parts], 1)
+    count = torch.tensor([4.0, 4.0, 3.0], dtype=torch.float64)
+    keys, values = torch.cat([k, means[0]], 1), torch.cat([v, means[1]], 1)
+    own = torch.arange(11) // 4
+    near = own[:, None] == own
+    far = torch.arange(3) != own[:, None]
+    if causal:
+        near, far = near & torch.ones(11, 11, dtype=torch.bool).tril(), torch.arange(3) < own[:, None]
+    scores = q @ keys.mT / 2 + torch.cat([torch.zeros(11, dtype=torch.float64), count.log()])
+    scores = scores.masked_fill(~torch.cat([near, far], 1), -torch.inf)
+    torch.testing.assert_close(got, scores.softmax(-1) @ values)
+    torch.testing.assert_close(stats.log_partition, scores.logsumexp(-1))
+    exact = partita.Gibbs(q, k, scale=0.5, support=support.causal() if causal else None).log_partition()
+    assert (stats.log_partition <= exact + 1e-12).all()  # Jensen: a summary never weighs more than its keys
+
+
+def test_one_block_is_plain_attention_and_causality_holds():
+    q, k, v = make(9, 4, ())
+    torch.testing.assert_close(hierarchical_attention(q, k, v, 9), partita.attention(q, k, v))
+    out = hierarchical_attention(q, k, v, 2, is_causal=True)
+    (late,) = torch.autograd.grad(out[:5].sum(), v)
+    assert (late[5:] == 0).all() and (late[:5] != 0).any()
+
+
+def test_mistakes_are_named():
+    q, k, v = make(9, 4, ())
+    with pytest.raises(ValueRangeError, match="block"):
+        blockwise_attention(q, k, v, 0)
+    with pytest.raises(ShapeError, match="as many queries"):
+        hierarchical_attention(q[:5], k, v, 2)
+    with pytest.raises(ValueRangeError, match="summary"):
+        hierarchical_attention(q, k, v, 2, scale=LogLength())

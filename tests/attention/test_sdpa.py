@@ -1,0 +1,224 @@
+"""partita.attention against torch's own: samples of the wheel, a grid, shapes, masks (M-ATT-1, M-ATT-5, M-ATT-6)."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import partita
+from partita import support
+from tests.tolerances import assert_no_worse_than_naive
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, while it imports its test helpers
+    from torch.testing._internal.common_methods_invocations import op_db
+
+SDPA = F.scaled_dot_product_attention
+
+
+def samples(dtype):
+    (op,) = [op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention"]
+    torch.manual_seed(0)
+    return list(op.sample_inputs("cpu", dtype, requires_grad=True))
+
+
+def leaves(*tensors):
+    return [x for x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+def widened(x):
+    same = not isinstance(x, torch.Tensor) or not x.is_floating_point()
+    return x if same else x.detach().double().requires_grad_(x.requires_grad)
+
+
+def value_and_gradients(function, arguments, options, weight=None):
+    out = function(*arguments, **options)
+    weight = torch.ones_like(out) if weight is None else weight.to(out.dtype)
+    return out.detach(), torch.autograd.grad((out * weight).sum(), leaves(*arguments, *options.values()))
+
+
+def assert_matches(arguments, options, weight=None, factor=2.0):
+    """Values and gradients: exact in float64, and below it at most `factor` times as wrong as torch's math kernel."""
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = value_and_gradients(SDPA, arguments, options, weight)
+        wide = {name: widened(x) for name, x in options.items()}
+        truth = value_and_gradients(SDPA, [widened(x) for x in arguments], wide, weight)
+    ours = value_and_gradients(partita.attention, arguments, options, weight)
+    assert ours[0].dtype == theirs[0].dtype and ours[0].shape == theirs[0].shape
+    if theirs[0].dtype == torch.float64:
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+        return
+    pairs = zip([ours[0], *ours[1]], [theirs[0], *theirs[1]], [truth[0], *truth[1]], strict=True)
+    for mine, naive, exact in pairs:
+        assert mine.dtype == naive.dtype
+        assert_no_worse_than_naive(mine, naive, exact, factor=factor, ulps=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_samples_of_the_wheel_without_dropout(dtype):
+    count = 0
+    for sample in samples(dtype):
+        if sample.kwargs.get("dropout_p", 0.0) == 0:
+            torch.manual_seed(count)
+            # inputs up to 9 give scores up to 200: rounding differs by luck of the order of summation
+            assert_matches((sample.input, *sample.args), sample.kwargs, factor=4.0)
+            count += 1
+    assert count >= 13
+
+
+def test_samples_of_the_wheel_with_dropout_in_distribution():
+    """Mean over many draws equals the undropped output; the expected square has torch's closed form."""
+    count = 0
+    for sample in samples(torch.float64):
+        p = sample.kwargs.get("dropout_p", 0.0)
+        if p == 0:
+            continue
+        arguments = [x.detach() for x in (sample.input, *sample.args)]
+        options = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in sample.kwargs.items()}
+        plain = {**options, "dropout_p": 0.0}
+        exact = SDPA(*arguments, **plain)
+        draws = torch.stack([partita.attention(*arguments, **options) for _ in range(60)])
+        # Var = p/(1-p) sum_j w_j^2 v_j^2 <= p/(1-p) max|v|^2: five standard errors of the mean
+        bound = 5 * (p / (1 - p) / 60) ** 0.5 * arguments[2].abs().max()
+        assert (draws.mean(0) - exact).abs().max() < bound
+        assert draws.var(0).max() > 0
+        count += 1
+    assert count >= 12
+
+
+SHAPES = [(1, 1, 1), (7, 7, 8), (5, 9, 3), (9, 5, 4)]  # n_query, n_key, dim
+MASKS = ["none", "causal", "bool", "float", "float-grad", "rows-hidden"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_grid_agrees_with_torchs_math_kernel(dtype, mask):
+    for (n_query, n_key, dim), dim_value, batch in itertools.product(SHAPES, (None, 6), [(), (2,), (2, 3)]):
+        torch.manual_seed(n_query + 10 * n_key)
+        make = {"dtype": dtype, "requires_grad": True}
+        q = torch.randn(*batch, n_query, dim, **make)
+        k = torch.randn(*batch, n_key, dim, **make)
+        v = torch.randn(*batch, n_key, dim_value or dim, **make)
+        options = {}
+        if mask == "causal":
+            options["is_causal"] = True
+        elif mask == "bool":
+            options["attn_mask"] = torch.rand(n_query, n_key) < 0.6
+        elif mask.startswith("float"):
+            options["attn_mask"] = torch.randn(n_query, n_key, dtype=dtype).requires_grad_(mask == "float-grad")
+        elif mask == "rows-hidden":
+            options["attn_mask"] = (torch.rand(n_query, n_key) < 0.6) & (torch.arange(n_query) % 2 == 1)[:, None]
+        assert_matches((q, k, v), options, torch.randn(*batch, n_query, dim_value or dim))
+
+
+@pytest.mark.parametrize("dims", [2, 3, 4, 5])
+def test_two_to_five_dimensions_and_broadcast_batches(dims):
+    batch = (2, 1, 3)[: dims - 2]
+    other = (1, 4, 3)[: dims - 2]
+    q = torch.randn(*batch, 6, 4, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(*other, 7, 4, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(*other, 7, 5, dtype=torch.float64, requires_grad=True)
+    assert_matches((q, k, v), {})
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (6, 3)])
+def test_grouped_queries_share_keys(heads):
+    many, few = heads
+    q = torch.randn(2, many, 5, 4, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, few, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert_matches((q, k, v), {"enable_gqa": True, "attn_mask": torch.rand(2, 1, 5, 7) < 0.7})
+    assert_matches((q, k, v), {"enable_gqa": True, "is_causal": True})
+
+
+def test_rows_that_see_nothing_are_zero_with_zero_gradient():
+    q, k, v = (torch.randn(2, 5, 4, requires_grad=True) for _ in range(3))
+    keep = torch.ones(5, 5, dtype=torch.bool)
+    keep[3] = False
+    out, stats = partita.attention(q, k, v, keep, return_stats=True)
+    assert (out[:, 3] == 0).all() and (stats.entropy[:, 3] == 0).all() and (stats.visible[:, 3] == 0).all()
+    (out.sum() + stats.entropy.sum()).backward()
+    assert (q.grad[:, 3] == 0).all()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_a_masked_key_cannot_poison_and_a_visible_one_poisons_its_rows():
+    """torch's own gives nan here (pytorch#101967)."""
+    q, k, v = (torch.randn(1, 4, 4) for _ in range(3))
+    k[:, 3], v[:, 2] = torch.nan, torch.inf
+    out = partita.attention(q, k, v, is_causal=True)
+    assert out[:, :2].isfinite().all() and not out[:, 2:].isfinite().all(-1).any()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    partita.attention(q, k, v, is_causal=True, support=support.lengths(2)).sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+    assert (k.grad[:, 2:] == 0).all() and (v.grad[:, 2:] == 0).all()
+
+
+def test_scale_may_be_a_number_a_tensor_per_head_or_per_row():
+    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(3))
+    torch.testing.assert_close(partita.attention(q, k, v, scale=0.3), SDPA(q, k, v, scale=0.3))
+    for shape in ((3, 1), (2, 3, 5), (5,), ()):
+        scale = torch.rand(shape, dtype=torch.float64, requires_grad=True)
+        want = SDPA(q * scale[..., None] if shape else q * scale, k, v, scale=1.0)
+        got = partita.attention(q, k, v, scale=scale)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), scale) for x in (got, want)))
+
+
+def test_a_sink_takes_mass_and_leaves_the_statistics_alone():
+    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    sink = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    got, stats = partita.attention(q, k, v, sink=sink, return_stats=True)
+    scores = q @ k.mT / 2
+    column = sink[:, None, None].expand(2, 3, 5, 1)
+    want = torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+    torch.testing.assert_close(got, want)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v, sink)) for x in (got, want)), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(stats.log_partition, scores.logsumexp(-1))
+    with pytest.raises(partita.errors.ShapeError, match="sink"):
+        partita.attention(q, k, v, sink=torch.zeros(4, 7))
+
+
+def test_decoding_with_a_cache_equals_the_whole_sequence():
+    q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
+    whole = partita.attention(q, k, v, is_causal=True)
+    step = partita.attention(q[..., 6:, :], k, v, support=support.causal("bottom-right"))
+    torch.testing.assert_close(step, whole[..., 6:, :])
+
+
+def test_mask_and_causal_together_both_hold():
+    q, k, v = (torch.randn(6, 4, dtype=torch.float64) for _ in range(3))
+    keep = torch.rand(6, 6) < 0.7
+    want = SDPA(q, k, v, keep & torch.ones(6, 6, dtype=torch.bool).tril())
+    torch.testing.assert_close(partita.attention(q, k, v, keep, is_causal=True), want)
+
+
+def test_softcap_and_bias_in_their_order():
+    q, k, v = (torch.randn(6, 4, dtype=torch.float64) for _ in range(3))
+    bias = torch.randn(6, 6, dtype=torch.float64)
+    want = (2 * torch.tanh(q @ k.mT / 2 / 2) + bias).softmax(-1) @ v
+    torch.testing.assert_close(partita.attention(q, k, v, bias=bias, softcap=2.0), want)
+    torch.testing.assert_close(partita.attention(q, k, v, bias / 2, bias=bias / 2, softcap=2.0), want)
+
+
+def test_mistakes_are_named():
+    q = torch.randn(2, 3, 4)
+    with pytest.raises(partita.errors.DtypeError, match="attn_mask"):
+        partita.attention(q, q, q, torch.ones(3, 3, dtype=torch.int64))
+    with pytest.raises(partita.errors.ValueRangeError, match="dropout_p"):
+        partita.attention(q, q, q, dropout_p=1.5)
+
+
+def test_autocast_gives_torchs_dtype_and_nearly_its_numbers():
+    q, k, v = (torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, ours = SDPA(q, k, v), partita.attention(q, k, v)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+    ours.float().sum().backward()
+    assert q.grad.dtype == torch.float32

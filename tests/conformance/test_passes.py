@@ -1,0 +1,110 @@
+"""One pass, many reads: what reads share, and when a new pass begins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import partita
+from tests.conformance.serving import serving
+from tests.strategies import catalogue, problem
+from tests.tolerances import assert_exact
+
+
+def leaves(p, *names):
+    return tuple(getattr(p, name).clone().requires_grad_() for name in names)
+
+
+def test_two_reads_add_their_gradients(backend):
+    """Double use: the gradient of a sum of reads is the sum of their gradients."""
+    p = problem(7, 9, support=catalogue(7, 9)["causal"])
+    with serving(backend):
+        (query,) = leaves(p, "query")
+        gibbs = p.gibbs(query=query)
+        together = torch.autograd.grad(gibbs.entropy().sum() + 3 * gibbs.log_partition().sum(), query)[0]
+        apart = [torch.autograd.grad(read(p.gibbs(query=query)).sum(), query)[0] for read in (_entropy, _log_partition)]
+        assert_exact(together, apart[0] + 3 * apart[1])
+
+
+def _entropy(gibbs):
+    return gibbs.entropy()
+
+
+def _log_partition(gibbs):
+    return gibbs.log_partition()
+
+
+def test_a_retained_graph_may_be_used_twice(backend):
+    p = problem(7, 9)
+    (query,) = leaves(p, "query")
+    with serving(backend):
+        total = p.gibbs(query=query).entropy().sum()
+        a = torch.autograd.grad(total, query, retain_graph=True)[0]
+        b = torch.autograd.grad(total, query)[0]
+        assert torch.equal(a, b)
+
+
+def test_a_read_after_backward_starts_a_new_pass(backend):
+    """A read after a backward that freed the graph does not raise, and has the right gradient."""
+    p = problem(7, 9)
+    (query,) = leaves(p, "query")
+    with serving(backend):
+        gibbs = p.gibbs(query=query)
+        first = torch.autograd.grad(gibbs.entropy().sum(), query)[0]
+        second = torch.autograd.grad(gibbs.entropy().sum(), query)[0]
+        third = torch.autograd.grad(gibbs.log_partition().sum() + gibbs.expectation(p.value).sum(), query)[0]
+        fresh = p.gibbs(query=query)
+        expected = torch.autograd.grad(fresh.log_partition().sum() + fresh.expectation(p.value).sum(), query)[0]
+        assert torch.equal(first, second)
+        assert_exact(third, expected)
+
+
+@pytest.mark.parametrize("kind", ["learned", "solved"])
+def test_a_read_after_backward_starts_a_new_pass_for_policies(backend, kind):
+    """The graph of a scale that a policy made is part of the pass."""
+    p = problem(7, 9, batch=(2,))
+    policy = (
+        partita.scale.ScalableSoftmax(2).double() if kind == "learned" else partita.scale.TargetEntropy(entropy=1.0)
+    )
+    (query,) = leaves(p, "query")
+    wanted = (*policy.parameters(),) if kind == "learned" else (query,)
+    with serving(backend):
+        gibbs = p.gibbs(query=query, scale=policy)
+        first, second = (torch.autograd.grad(gibbs.log_partition().sum(), wanted) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["query", "scale", "scale of another dtype", "policy", "autocast"])
+def test_a_read_after_the_inputs_changed_in_place_sees_the_change(backend, kind):
+    """An optimiser step between two reads of the same Gibbs: never the statistics of before."""
+    dtype = torch.float32 if kind == "autocast" else torch.float64
+    p = problem(7, 9, batch=(2,), dtype=dtype)
+    policy = partita.scale.ScalableSoftmax(2).to(dtype)
+    changed = {
+        "scale": torch.full((7,), 0.7, dtype=dtype),
+        "scale of another dtype": torch.full((7,), 0.7, dtype=torch.float32),
+        "policy": next(policy.parameters()),
+    }.get(kind, p.query.clone())
+    changed = changed.requires_grad_()
+    given = {"policy": {"scale": policy}, "query": {"query": changed}, "autocast": {"query": changed}}
+    options = given.get(kind, {"scale": changed})
+    with serving(backend), torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+        gibbs = p.gibbs(**options)
+        gibbs.entropy().sum().backward()
+        with torch.no_grad():
+            changed.mul_(0.5)
+        assert torch.equal(gibbs.entropy().detach(), p.gibbs(**options).entropy().detach())
+
+
+def test_reads_inside_no_grad_do_not_take_the_gradient_from_later_reads(backend):
+    p = problem(7, 9)
+    (query,) = leaves(p, "query")
+    with serving(backend):
+        gibbs = p.gibbs(query=query)
+        with torch.no_grad():
+            before = gibbs.entropy()
+        after = gibbs.entropy()
+        assert not before.requires_grad
+        assert after.requires_grad
+        assert_exact(after.detach(), before)

@@ -1,0 +1,220 @@
+"""solve_scale and TargetEntropy: the scale at which a row has a given entropy (M-SCL-10)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+
+import partita
+from partita import reference
+from partita.errors import PartitaError
+from tests.conformance.serving import serving
+from tests.strategies import SUPPORTS, catalogue, problem
+from tests.tolerances import assert_exact
+
+
+def column(*scores: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One query and keys with these raw scores."""
+    return torch.ones(1, 1, dtype=torch.float64), torch.tensor(scores, dtype=torch.float64)[:, None]
+
+
+@given(n=st.sampled_from((2, 7, 123)), fraction=st.floats(0.05, 0.95), seed=st.integers(0, 999))
+def test_the_target_is_hit(n, fraction, seed):
+    p = problem(5, n, seed=seed)
+    target = fraction * math.log(n)
+    solved = partita.solve_scale(p.query, p.key, entropy=target)
+    assert solved.shape == (5,)
+    reached = partita.Gibbs(p.query, p.key, scale=solved).entropy()
+    torch.testing.assert_close(reached, torch.full((5,), target, dtype=torch.float64), rtol=0, atol=1e-8)
+    assert (solved > 0).all()
+
+
+def test_it_is_the_root_that_bisection_finds():
+    p = problem(7, 31, batch=(2,))
+    solved = partita.solve_scale(p.query, p.key, entropy=2.0)
+    torch.testing.assert_close(solved, reference.solve_scale(p.score(), 2.0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend_name", ["dense", "tiled-5x3"])
+@pytest.mark.parametrize("kind", SUPPORTS)
+def test_every_support(kind, backend_name):
+    """Rows with fewer than two keys have nothing to solve; the others meet the target where they can."""
+    p = problem(11, 13, support=catalogue(11, 13)[kind])
+    target = 0.7
+    with serving(backend_name):
+        solved = partita.solve_scale(p.query, p.key, entropy=target, support=p.support)
+        reached = p.gibbs(scale=solved).entropy()
+    assert solved.isfinite().all()
+    wide = reference.visible(p.score()) > math.exp(target)
+    torch.testing.assert_close(reached[wide], torch.full_like(reached[wide], target), rtol=0, atol=1e-8)
+    few = reference.visible(p.score()).clamp(min=1).double()
+    assert_exact(reached[~wide], few[~wide].log())  # out of reach above: uniform
+
+
+def test_width_is_the_exponential_of_entropy():
+    p = problem(5, 31)
+    assert_exact(
+        partita.solve_scale(p.query, p.key, width=9.0), partita.solve_scale(p.query, p.key, entropy=math.log(9.0))
+    )
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        torch.randn(300, generator=torch.Generator().manual_seed(0)).double(),
+        torch.rand(300, generator=torch.Generator().manual_seed(0)).double(),
+        torch.randn(300, generator=torch.Generator().manual_seed(0)).double().pow(3),  # heavy tails
+        torch.cat([torch.zeros(299), torch.ones(1)]).double(),  # a needle
+        torch.cat([torch.zeros(290), torch.ones(10)]).double() + 1e5,  # ties, far from zero
+    ],
+    ids=["gaussian", "uniform", "heavy", "needle", "tied"],
+)
+@pytest.mark.parametrize("fraction", [0.02, 0.5, 0.98])
+def test_hard_score_laws(scores, fraction):
+    """Where an unguarded Newton fails."""
+    target = fraction * math.log(len(scores))
+    ties = int((scores == scores.max()).sum())
+    query, key = column(*scores.tolist())
+    solved = partita.solve_scale(query, key, entropy=target)
+    reached = float(partita.Gibbs(query, key, scale=solved).entropy())
+    assert reached == pytest.approx(max(target, math.log(ties)), abs=1e-7)
+
+
+def test_a_target_above_log_n_gives_scale_zero():
+    query, key = column(0.0, 1.0, 2.0)
+    assert float(partita.solve_scale(query, key, entropy=math.log(3) + 0.1)) == 0.0
+    assert float(partita.solve_scale(query, key, width=100.0)) == 0.0
+
+
+def test_a_target_below_the_ties_gives_a_finite_cap():
+    """Two equal maxima: H cannot fall below log 2."""
+    query, key = column(0.0, 5.0, 5.0)
+    solved = partita.solve_scale(query, key, entropy=0.1)
+    assert solved.isfinite().all()
+    assert float(partita.Gibbs(query, key, scale=solved).entropy()) == pytest.approx(math.log(2), abs=1e-9)
+
+
+def test_entropy_zero_gives_a_finite_cap():
+    query, key = column(0.0, 1.0, 5.0)
+    solved = partita.solve_scale(query, key, entropy=0.0)
+    assert solved.isfinite().all()
+    assert float(partita.Gibbs(query, key, scale=solved).entropy()) == pytest.approx(0.0, abs=1e-8)
+
+
+@pytest.mark.parametrize("scores", [(3.0,), (2.0, 2.0, 2.0)], ids=["one key", "all equal"])
+def test_rows_without_a_choice_give_a_finite_scale(scores):
+    query, key = column(*scores)
+    solved = partita.solve_scale(query, key, entropy=0.5)
+    assert solved.isfinite().all()
+    assert float(partita.Gibbs(query, key, scale=solved).entropy()) == pytest.approx(math.log(len(scores)), abs=1e-12)
+
+
+def test_rows_without_keys_give_a_finite_scale():
+    p = problem(3, 5, support=(partita.support.lengths(0), torch.zeros(3, 5, dtype=torch.bool)))
+    assert partita.solve_scale(p.query, p.key, entropy=0.5, support=p.support).isfinite().all()
+
+
+def test_the_scale_is_inverse_to_the_size_of_the_scores():
+    """lambda(c s) = lambda(s) / c: the scaled scores do not know how large the raw ones were."""
+    p = problem(5, 31)
+    small = partita.solve_scale(p.query, p.key, entropy=2.0)
+    torch.testing.assert_close(partita.solve_scale(1000 * p.query, p.key, entropy=2.0), small / 1000, rtol=1e-6, atol=0)
+
+
+def test_the_implicit_gradient_is_right():
+    """d lambda / d s_j = -lambda p_j (s_j - E[s]) / Var[s]: against finite differences of the solver itself."""
+    p = problem(3, 7, dim=2, support=catalogue(3, 7)["window-left"])
+
+    def solve(query, key):
+        return partita.solve_scale(query, key, entropy=0.9, support=p.support)
+
+    inputs = (p.query.clone().requires_grad_(), p.key.clone().requires_grad_())
+    assert gradcheck(solve, inputs, eps=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_a_row_sums_to_minus_the_scale():
+    """Euler: sum_j s_j d lambda / d s_j = -lambda."""
+    p = problem(5, 31)
+    key = torch.eye(31, dtype=torch.float64)
+    scores = p.score().clone().requires_grad_()
+    solved = partita.solve_scale(scores, key, entropy=2.0)
+    (grad,) = torch.autograd.grad(solved.sum(), scores)
+    torch.testing.assert_close((grad * scores.detach()).sum(-1), -solved.detach(), rtol=1e-6, atol=0)
+
+
+def test_an_unreachable_row_has_gradient_zero():
+    query, key = (x.requires_grad_() for x in column(0.0, 1.0, 2.0))
+    solved = partita.solve_scale(query, key, entropy=5.0)
+    if solved.requires_grad:
+        for grad in torch.autograd.grad(solved.sum(), (query, key), allow_unused=True):
+            assert grad is None or (grad == 0).all()
+
+
+def test_solving_through_the_gibbs_keeps_its_entropy_whatever_the_scores():
+    """The derivative of a held entropy is zero: the policy's gradient cancels the scores'."""
+    p = problem(5, 31)
+    query = p.query.clone().requires_grad_()
+    gibbs = partita.Gibbs(query, p.key, scale=partita.scale.TargetEntropy(entropy=2.0))
+    torch.testing.assert_close(gibbs.entropy().detach(), torch.full((5,), 2.0, dtype=torch.float64), rtol=0, atol=1e-8)
+    (grad,) = torch.autograd.grad(gibbs.entropy().sum(), query)
+    assert grad.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"entropy": 1.0}, [0.0, math.log(2), 1.0, 1.0]), ({"width": 2.0}, [0.0] + [math.log(2)] * 3)],
+)
+def test_target_entropy_under_a_causal_support(options, expected):
+    p = problem(4, 4, support=catalogue(4, 4)["causal"])
+    reached = p.gibbs(scale=partita.scale.TargetEntropy(**options)).entropy()
+    torch.testing.assert_close(reached, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-7)
+
+
+def test_a_fraction_is_of_the_log_of_visible_keys():
+    p = problem(6, 6, support=catalogue(6, 6)["causal"])
+    reached = p.gibbs(scale=partita.scale.TargetEntropy(fraction=0.5)).entropy()
+    torch.testing.assert_close(reached, 0.5 * torch.arange(1, 7).double().log(), rtol=0, atol=1e-8)
+
+
+def test_attention_with_a_target_width():
+    p = problem(7, 31, batch=(2, 3))
+    _, stats = partita.attention(
+        p.query, p.key, p.value, scale=partita.scale.TargetEntropy(width=5.0), return_stats=True
+    )
+    torch.testing.assert_close(
+        stats.entropy, torch.full((2, 3, 7), math.log(5.0), dtype=torch.float64), rtol=0, atol=1e-8
+    )
+
+
+def test_float32_reaches_the_target_to_four_digits():
+    p = problem(7, 301, dim=16, dtype=torch.float32)
+    solved = partita.solve_scale(p.query, p.key, entropy=3.0)
+    reached = reference.entropy(reference.score(p.query, p.key, scale=solved))
+    assert (reached - 3.0).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"entropy": 1.0, "width": 2.0}, {"entropy": -1.0}, {"width": 0.5}, {"entropy": math.nan}]
+)
+def test_a_target_that_means_nothing_is_refused(options):
+    p = problem(3, 5)
+    with pytest.raises(PartitaError):
+        partita.solve_scale(p.query, p.key, **options)
+
+
+def test_a_bias_is_refused_unless_it_only_hides():
+    """With a bias the entropy is not monotone in the scale (M-DER-4)."""
+    p = problem(3, 5)
+    with pytest.raises(PartitaError, match="bias"):
+        partita.solve_scale(p.query, p.key, entropy=1.0, bias=torch.randn(3, 5, dtype=torch.float64))
+    keep = torch.rand(3, 5) < 0.8
+    hides = torch.zeros(3, 5, dtype=torch.float64).masked_fill(~keep, -torch.inf)
+    assert_exact(
+        partita.solve_scale(p.query, p.key, entropy=0.5, bias=hides),
+        partita.solve_scale(p.query, p.key, entropy=0.5, support=partita.support.mask(keep)),
+    )

@@ -1,0 +1,60 @@
+"""Seeds, marks, warnings as errors, the backends to test, and how long hypothesis may search."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+from tests.conformance.serving import names
+
+# Compiling, and torch's first call of anything, take their time: a deadline would measure the machine.
+_COMMON = {"deadline": None, "derandomize": True, "print_blob": True}
+hypothesis.settings.register_profile("fast", max_examples=25, **_COMMON)
+hypothesis.settings.register_profile("thorough", max_examples=400, **_COMMON)
+PROFILE = os.environ.get("PARTITA_HYPOTHESIS", "fast")
+hypothesis.settings.load_profile(PROFILE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "error",
+        # torch.compile makes an instance of every autograd.Function it traces, and then warns that one should not.
+        "ignore:.*should not be instantiated:DeprecationWarning",
+    ):
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests run when asked for (-m with any expression), thorough searches are slow; GPU tests need a GPU."""
+    no_gpu = pytest.mark.skip(reason="torch sees no GPU here")
+    slow = pytest.mark.skip(reason="slow: run with -m slow, or make test-slow")
+    for item in items:
+        if PROFILE != "fast" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.slow)
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if "slow" in item.keywords and not config.getoption("-m"):
+            item.add_marker(slow)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(20240229)
+
+
+@pytest.fixture(scope="session", params=names())
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of a way to compute; a test enters it with `serving(backend)`."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="session", params=names("tiled-64x64"))
+def natural(request: pytest.FixtureRequest) -> str:
+    """The same with tiles of a size that is used, for problems of hundreds of keys."""
+    name: str = request.param
+    return name

@@ -1,0 +1,183 @@
+"""The lab page, driven in a browser: its numbers are the softmax's."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partita.lab.page import write
+
+
+@pytest.fixture
+def lab(tmp_path: Path, visit: Any) -> tuple[Any, Any]:
+    page, seen = visit(write(tmp_path / "lab.html"), hash="#z=2,1,0,-1&T=1")
+    return page, seen
+
+
+def slide(page: Any, name: str, value: float) -> None:
+    page.evaluate(
+        f"(() => "
+        f"{{ const s = document.getElementById('{name}'); s.value = {value}; s.dispatchEvent(new Event('input')); }})()"
+    )
+
+
+def number(page: Any, name: str) -> float:
+    return float(page.locator(f"#{name}").inner_text())
+
+
+def softmax(z: list[float], temperature: float = 1.0) -> dict[str, float]:
+    e = [math.exp(v / temperature) for v in z]
+    p = [v / sum(e) for v in e]
+    mean = sum(q * v for q, v in zip(p, z, strict=True))
+    variance = sum(q * (v - mean) ** 2 for q, v in zip(p, z, strict=True))
+    entropy = -sum(q * math.log(q) for q in p)
+    return {"H": entropy, "logZ": math.log(sum(e)), "slope": variance / temperature**3, "top": max(p)}
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1600])
+def test_it_is_quiet_and_fits(width: int, tmp_path: Path, visit: Any) -> None:
+    page, seen = visit(write(tmp_path / "lab.html"), width, 800, "#theme=dark")
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    seen.assert_quiet()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+def test_read_outs_are_the_softmax(lab: Any, temperature: float) -> None:
+    page, seen = lab
+    slide(page, "T", math.log(temperature))
+    want = softmax([2, 1, 0, -1], temperature)
+    assert number(page, "k-H") == pytest.approx(want["H"], rel=2e-3)
+    assert number(page, "k-width") == pytest.approx(math.exp(want["H"]), rel=2e-3)
+    assert number(page, "k-logZ") == pytest.approx(want["logZ"], rel=2e-3)
+    assert number(page, "k-slope") == pytest.approx(want["slope"], rel=2e-3)
+    assert number(page, "k-top") == pytest.approx(want["top"], rel=2e-3)
+    seen.assert_quiet()
+
+
+def test_scores_are_dragged_and_stepped(lab: Any) -> None:
+    page, _ = lab
+    before = number(page, "k-H")
+    box = page.locator("#score-3").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] - 60)
+    page.mouse.up()
+    assert number(page, "k-H") > before  # the last key caught up
+    page.locator("#score-0").focus()
+    page.keyboard.press("ArrowUp")
+    assert float(page.locator("#score-0").get_attribute("aria-valuenow")) == pytest.approx(2.1)
+    page.wait_for_timeout(250)
+    assert "z=2.1" in page.evaluate("decodeURIComponent(location.hash)")
+
+
+def test_the_simplex_tells_the_losses_apart(lab: Any) -> None:
+    page, seen = lab
+    page.locator("#s-target").scroll_into_view_if_needed()
+    page.select_option("#s-target", "2")
+    cross = number(page, "s-grad")
+    slide(page, "s-T", math.log(0.1))  # confidently wrong
+    assert number(page, "s-grad") > cross
+    page.select_option("#s-kind", "square")
+    assert number(page, "s-grad") < 0.05  # squared error has gone flat there
+    trail = page.locator("#trail").get_attribute("d")
+    page.locator("#simplex-point").focus()
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#trail").get_attribute("d") != trail
+    seen.assert_quiet()
+
+
+@pytest.mark.parametrize("block", [1, 3, 16])
+def test_the_stream_ends_at_the_entropy(lab: Any, block: int) -> None:
+    page, _ = lab
+    slide(page, "t-block", block)
+    steps = math.ceil(4 / block)
+    for _ in range(steps):
+        page.locator("#t-next").click()
+    assert number(page, "t-H") == pytest.approx(softmax([2, 1, 0, -1])["H"], rel=1e-5)
+    page.locator("#t-reset").click()
+    assert page.locator("#t-H").inner_text() == "none yet"
+    assert "overflow" in page.locator("#digits").inner_text()
+
+
+def test_attention_dilutes_and_a_sink_takes_mass(lab: Any) -> None:
+    page, seen = lab
+    slide(page, "a-n", 32)
+    short = number(page, "a-width")
+    slide(page, "a-n", 128)
+    assert number(page, "a-width") > 2 * short
+    flat = number(page, "a-width")
+    slide(page, "a-gain", math.log(6))
+    assert number(page, "a-width") < flat
+    slide(page, "a-sink-mass", 0.8)
+    assert number(page, "a-sink") == pytest.approx(0.8, abs=0.02)
+    scale = number(page, "a-scale")
+    page.select_option("#a-policy", "log n / d")
+    assert number(page, "a-scale") != scale
+    seen.assert_quiet()
+
+
+def test_three_readings_agree(lab: Any) -> None:
+    page, _ = lab
+    slide(page, "f-target", 1)
+    loss = softmax([2, 1, 0, -1])["logZ"] - 1
+    text = page.locator("#faces-table").inner_text()
+    assert text.count(f"{loss:.4g}") == 2 and f"{math.log(4) - loss:.4g}"[:5] in text
+
+
+def test_the_solver_reaches_its_target(lab: Any) -> None:
+    page, _ = lab
+    slide(page, "g-target", 0.5)
+    assert number(page, "g-got") == pytest.approx(2.0, rel=1e-3)
+    page.locator("#g-use").click()
+    assert number(page, "k-width") == pytest.approx(2.0, rel=2e-3)
+    slide(page, "g-target", 1.0)
+    assert number(page, "g-scale") == 0
+
+
+def test_noise_and_adversary(lab: Any) -> None:
+    page, seen = lab
+    slide(page, "n-sigma", 0.5)
+    sd, predicted = number(page, "n-sd"), number(page, "n-predicted")
+    assert 0.3 < sd / predicted < 1.5
+    slide(page, "n-shared", 1.0)
+    assert number(page, "n-sd") < 1e-6  # noise common to all keys cancels
+    slide(page, "n-budget", 0)
+    low, high = (float(v) for v in page.locator("#n-adv").inner_text().split(" to "))
+    assert low == pytest.approx(high, abs=1e-3)
+    slide(page, "n-budget", 2)
+    low, high = (float(v) for v in page.locator("#n-adv").inner_text().split(" to "))
+    assert high - low > 0.2
+    page.select_option("#n-family", "laplace")
+    seen.assert_quiet()
+
+
+def test_own_scores_can_be_pasted(lab: Any) -> None:
+    page, seen = lab
+    page.fill("#paste", "[1.0, 2.0;\n 3.0]")
+    page.locator("#paste-use").click()
+    assert number(page, "k-H") == pytest.approx(softmax([1, 2, 3])["H"], rel=1e-3)
+    before = number(page, "k-H")
+    for bad in ("", "1", "1, two, 3", "1, NaN, 2", "<b>1</b>, 2"):
+        page.fill("#paste", bad)
+        page.locator("#paste-use").click()
+        assert number(page, "k-H") == before and page.locator("#paste-said").inner_text()
+    for extreme in ("1e308 -1e308 5", "10000 -10000 5", "0 0 0"):
+        page.fill("#paste", extreme)
+        page.locator("#paste-use").click()
+    assert "NaN" not in page.locator("body").inner_text()
+    seen.assert_quiet()
+
+
+def test_it_answers_within_a_frame_or_two(lab: Any) -> None:
+    page, _ = lab
+    slide(page, "n", 64)
+    spent = page.evaluate(
+        "(() => { const s = document.getElementById('score-5'); const t = performance.now();"
+        " for (let i = 0; i < 20; i++) s.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowUp'})); return "
+        "(performance.now() - t) / 20; })()"
+    )
+    assert spent < 60, f"{spent:.1f} ms for one change of 64 keys"  # 16 ms on a quiet machine; shared ones are slower
+    print(f"{spent:.1f} ms per change")

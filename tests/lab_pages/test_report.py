@@ -1,0 +1,237 @@
+"""The report, driven in a browser: it is quiet, it shows the record's numbers, its controls do what they say."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+
+from partita.lab.report import notebook, pack, render, write
+from partita.watch.findings import find
+from partita.watch.record import Record
+
+RECORDS: dict[str, Callable[[], Record]] = {
+    "healthy": synthetic.record,
+    "sick": lambda: synthetic.record(sick=True),
+    "one head": lambda: synthetic.record(1, 1, 5),
+    "thousand heads": lambda: synthetic.record(25, 40, 6),
+    "missing data": lambda: synthetic.record(missing=True),
+    "one step": lambda: synthetic.record(3, 4, 1),
+    "hostile names": synthetic.hostile,
+    "nothing": Record,
+    "losses only": lambda: Record(losses=synthetic.record(1, 1, 5).losses),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_kind_of_record_opens_quietly(name: str, tmp_path: Path, visit: Any) -> None:
+    path = write(RECORDS[name](), tmp_path / "r.html")
+    for width, hash in ((390, "#theme=dark"), (1024, ""), (1600, "#theme=light")):
+        page, seen = visit(path, width, 800, hash)
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, f"scrolls sideways at {width}"
+        assert page.locator("#sentence").inner_text()
+        seen.assert_quiet()
+
+
+def test_the_first_screen_holds_verdict_and_atlas(tmp_path: Path, visit: Any) -> None:
+    page, _ = visit(write(synthetic.record(sick=True), tmp_path / "r.html"))
+    assert page.locator("#findings li").count() == 5
+    assert page.locator("#cell-0-0").bounding_box()["y"] < 768
+
+
+def test_cells_show_the_record(tmp_path: Path, visit: Any) -> None:
+    record = synthetic.record(sick=True)
+    page, _ = visit(write(record, tmp_path / "r.html"))
+    steps = record.steps()
+    last = {(b.layer, h): b.row(h) for b in record.blocks if b.step == steps[-1] for h in range(b.heads)}
+
+    def cells() -> dict[tuple[int, int], float]:
+        raw = page.evaluate("[...document.querySelectorAll('rect.cell')].map(c => [c.id, c.dataset.value])")
+        return {tuple(int(n) for n in i.split("-")[1:]): float(v) for i, v in raw}  # type: ignore[misc]
+
+    for metric in ("normalized_entropy", "max_score", "sink_first"):
+        page.select_option("#metric", metric)
+        shown = cells()
+        assert len(shown) == 72
+        for where, row in last.items():
+            assert shown[where] == pytest.approx(row[metric], rel=1e-6)
+    page.evaluate(
+        "(() => { const s = document.getElementById('step'); s.value = 3; s.dispatchEvent(new Event('input')); })()"
+    )
+    assert page.locator("#step-value").inner_text() == f"step {steps[3]}"
+    early = {(b.layer, h): b.row(h) for b in record.blocks if b.step == steps[3] for h in range(b.heads)}
+    assert cells()[4, 0] == pytest.approx(early[4, 0]["sink_first"], rel=1e-6)
+
+
+def test_a_missing_value_is_no_zero(tmp_path: Path, visit: Any) -> None:
+    page, _ = visit(write(synthetic.record(missing=True), tmp_path / "r.html"))
+    values = page.evaluate("[...document.querySelectorAll('rect.cell')].map(c => c.dataset.value)")
+    assert "" in values and "NaN" not in "".join(page.locator("#raw, output, .picked").all_inner_texts())
+
+
+def test_selection_follows_keys_and_lives_in_the_address(tmp_path: Path, visit: Any) -> None:
+    path = write(synthetic.record(), tmp_path / "r.html")
+    page, seen = visit(path)
+    page.locator("#cell-0-0").click()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#head-title").inner_text() == "Layer 1, head 1"
+    page.select_option("#metric", "log_partition")
+    page.wait_for_timeout(300)
+    address = page.evaluate("location.hash")
+    assert "head=L1H1" in address and "metric=log_partition" in address
+    again, _ = visit(path, hash=address)
+    assert (
+        again.locator("#head-title").inner_text() == "Layer 1, head 1"
+        and again.locator("#metric").input_value() == "log_partition"
+    )
+    seen.assert_quiet()
+
+
+def test_findings_are_those_of_the_record(tmp_path: Path, visit: Any) -> None:
+    record = synthetic.record(sick=True)
+    page, _ = visit(write(record, tmp_path / "r.html"))
+    shown = page.evaluate("[...document.querySelectorAll('[data-code]')].map(n => n.dataset.code)")
+    assert shown == [f.code for f in find(record)]
+    page.locator("[data-code=HEAD_UNIFORM] a").click()
+    assert page.locator("#head-title").inner_text() == "Layer 2, head 0"
+    assert "Too uniform" in page.locator("#reading").inner_text()
+    page.locator("[data-code=HEAD_COLLAPSED] a").click()
+    assert "Too peaked" in page.locator("#reading").inner_text()
+    page.locator("#cell-5-5").click()
+    assert "Healthy" in page.locator("#reading").inner_text()
+
+
+def test_figures_read_out_pin_and_export(tmp_path: Path, visit: Any) -> None:
+    record = synthetic.record()
+    page, seen = visit(write(record, tmp_path / "r.html"))
+    page.locator("#cell-2-3").click()
+    page.locator("#head-time svg").first.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert page.locator("#head-time output").inner_text() and page.locator("#head-time .pins div").count() == 1
+    with page.expect_download() as got:
+        page.locator("#head-time .tools button", has_text="CSV").click()
+    rows = list(csv.reader(io.StringIO(Path(got.value.path()).read_text())))
+    mine = [r for r in rows if r[0] == "layer 2 head 3"]
+    want = [b.row(3)["normalized_entropy"] for b in record.blocks if b.layer == 2]
+    assert [float(r[2]) for r in mine] == pytest.approx(want, rel=1e-6)
+    with page.expect_download() as got:
+        page.locator("#head-time .tools button", has_text="SVG").click()
+    root = ElementTree.parse(got.value.path()).getroot()
+    assert root.tag.endswith("svg") and "var(" not in ElementTree.tostring(root, "unicode")
+    page.locator("#head-time .tools button", has_text="?").click()
+    assert page.locator("#head-time .help").is_visible()
+    seen.assert_quiet()
+
+
+def test_the_advisor_answers_to_its_slider(tmp_path: Path, visit: Any) -> None:
+    page, _ = visit(write(synthetic.record(), tmp_path / "r.html"))
+
+    def ask(value: int) -> float:
+        find = "const s = document.getElementById('target-width')"
+        move = f"(v) => {{ {find}; s.value = v; s.dispatchEvent(new Event('input')); }}"
+        page.evaluate(move, value)
+        words = page.locator("#advice").inner_text()
+        return float(words.split(" by ")[1].split()[0].rstrip(":"))
+
+    assert ask(20) > ask(60) > ask(95)  # a smaller width needs a larger scale
+
+
+def test_the_table_filters_and_sorts(tmp_path: Path, visit: Any) -> None:
+    page, _ = visit(write(synthetic.record(), tmp_path / "r.html"))
+    page.fill("#filter", "layer 3 head 1")
+    assert page.locator("#raw tbody tr").count() == 3  # 1, 10, 11
+    page.fill("#filter", "")
+    page.locator("#raw th button", has_text="max_score").click()
+    column = page.locator("#raw thead th").all_inner_texts().index("max_score")
+    values = [float(r) for r in page.locator(f"#raw tbody td:nth-child({column + 1})").all_inner_texts()]
+    assert values == sorted(values)
+
+
+def test_two_runs_compare(tmp_path: Path, visit: Any) -> None:
+    one, two = synthetic.record(seed=1), synthetic.record(seed=2)
+    page, seen = visit(write(one, tmp_path / "r.html", other=two))
+    page.locator("#difference").click()
+    shown = float(page.locator("#cell-1-2").get_attribute("data-value"))
+
+    def last(r: Record) -> float:
+        return [b for b in r.blocks if b.layer == 1][-1].row(2)["normalized_entropy"]
+
+    assert shown == pytest.approx(last(two) - last(one), abs=1e-6)
+    assert page.locator("#compare tr").count() == 9
+    seen.assert_quiet()
+
+
+def test_hostile_names_stay_text(tmp_path: Path, visit: Any) -> None:
+    page, seen = visit(write(synthetic.hostile(), tmp_path / "r.html"))
+    assert page.locator("img").count() == 0 and page.evaluate("document.scripts.length") == 2
+    assert "</script><img" in page.locator("body").inner_text()
+    seen.assert_quiet()
+
+
+def test_the_policy_forbids_everything_else(tmp_path: Path, visit: Any) -> None:
+    text = render(synthetic.record(1, 1, 2))
+    assert "default-src 'none'" in text and "unsafe" not in text.split("<style>")[0]
+    page, _ = visit(write(synthetic.record(1, 1, 2), tmp_path / "r.html"))
+    page.evaluate(
+        "(() => { const s = document.createElement('script'); s.textContent = 'window.pwned = 1'; "
+        "document.body.append(s); })()"
+    )
+    assert page.evaluate("window.pwned === undefined")
+    assert page.evaluate("fetch('data:text/plain,x').then(() => 'went out', () => 'refused')") == "refused"
+
+
+def test_without_scripts_the_findings_are_there(tmp_path: Path) -> None:
+    text = render(synthetic.record(sick=True))
+    fallback = text.split("<noscript>")[1].split("</noscript>")[0]
+    assert "LOGIT_GROWTH" in fallback and "<table>" in fallback
+    assert "<img" not in render(synthetic.hostile()).split("<noscript>")[1].split("</noscript>")[0]
+
+
+def test_the_notebook_frame_draws(tmp_path: Path, browser: Any) -> None:
+    path = tmp_path / "n.html"
+    path.write_text("<!doctype html><meta charset=utf-8>" + notebook(synthetic.record(2, 3, 4)), encoding="utf-8")
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator("body[data-ready=yes]").wait_for()
+    assert frame.locator("rect.cell").count() == 6
+    page.close()
+
+
+def test_a_large_run_stays_under_two_megabytes() -> None:
+    record = synthetic.record(24, 16, 256)
+    size = len(render(record).encode())
+    print(f"{size / 1e6:.2f} MB")
+    assert size < 2_000_000, f"{size / 1e6:.2f} MB"
+
+
+def test_packed_numbers_keep_their_digits(tmp_path: Path, visit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bits of the range: five digits, and the page says so."""
+    monkeypatch.setattr(pack, "EXACT", 100)
+    record = synthetic.record(8, 16, 30)
+    page, _ = visit(write(record, tmp_path / "r.html"))
+    page.select_option("#metric", "effective_width")
+    block = [b for b in record.blocks if b.layer == 7][-1]
+    low, high = (f(b.row(h)["effective_width"] for b in record.blocks for h in range(b.heads)) for f in (min, max))
+    for head in range(16):
+        shown = float(page.locator(f"#cell-7-{head}").get_attribute("data-value"))
+        assert abs(shown - block.row(head)["effective_width"]) < 2e-5 * (high - low)
+    assert "16 bits" in page.locator("#robustness").inner_text()
+
+
+def test_more_steps_than_pixels_keep_their_spikes() -> None:
+    record = synthetic.record(1, 1, 900)
+    record.blocks[450].values[list(record.blocks[450].row(0)).index("max_score")] = 99.0
+    packed = pack.pack(record)
+    assert len(packed["steps"]) <= 256 and packed["metrics"]["max_score"]["hi"] == 99.0
+    assert math.isfinite(packed["metrics"]["max_score"]["lo"])

@@ -1,0 +1,108 @@
+"""Every code block of the documentation runs, every printed result is true, every link leads somewhere."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import partita
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+
+
+def python_blocks(text: str) -> Iterator[tuple[int, str]]:
+    """(line of the first statement, code) of each ```python block."""
+    for match in BLOCK.finditer(text):
+        yield text.count("\n", 0, match.start()) + 2, match.group(1)
+
+
+def run_block(code: str, line: int, page: str, namespace: dict[str, object]) -> None:
+    """Run a plain block, or a session with >>> whose results are compared with what is printed."""
+    if ">>>" not in code:
+        # Leading newlines, so that a traceback names the line of the page.
+        exec(compile("\n" * (line - 1) + code, page, "exec"), namespace)
+        return
+    test = doctest.DocTestParser().get_doctest(code, namespace, page, page, line - 1)
+    failures: list[str] = []
+    doctest.DocTestRunner(optionflags=FLAGS).run(test, out=failures.append, clear_globs=False)
+    namespace.update(test.globs)  # a doctest works on a copy
+    assert not failures, "".join(failures)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=name)
+def test_code_blocks_run(page: Path) -> None:
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": "__docs__"}
+    for line, code in python_blocks(page.read_text()):
+        run_block(code, line, name(page), namespace)
+
+
+def modules() -> Iterator[str]:
+    yield "partita"
+    for found in pkgutil.walk_packages(partita.__path__, "partita."):
+        yield found.name
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_docstring_examples_are_true(module: str) -> None:
+    loaded: ModuleType = importlib.import_module(module)
+    torch.manual_seed(0)
+    failed, _ = doctest.testmod(loaded, optionflags=FLAGS, extraglobs={"torch": torch, "partita": partita})
+    assert failed == 0
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments a forge gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_resolve(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        file, _, fragment = link.partition("#")
+        goal = (page.parent / file).resolve() if file else page
+        assert goal.exists(), f"{name(page)} links to {link}, which does not exist"
+        if fragment and goal.suffix == ".md":
+            assert fragment in anchors(goal), f"{name(page)} links to {link}; no such heading"
+
+
+def test_the_pages_are_reached_from_the_index() -> None:
+    """A page nobody links to is a page nobody reads."""
+    seen, queue = set(), [ROOT / "README.md"]
+    while queue:
+        page = queue.pop()
+        if page in seen or page.suffix != ".md":
+            continue
+        seen.add(page)
+        for link in LINK.findall(page.read_text()):
+            goal = (page.parent / link.partition("#")[0]).resolve()
+            if goal.is_file():
+                queue.append(goal)
+    assert not set(PAGES) - seen
+
+
+def test_a_wrong_result_in_a_page_is_noticed() -> None:
+    """The checker itself: a false claim must fail."""
+    with pytest.raises(AssertionError, match="Expected"):
+        run_block(">>> 1 + 1\n3\n", 1, "page", {})
+    with pytest.raises(ZeroDivisionError):
+        run_block("1 / 0\n", 1, "page", {})

@@ -1,0 +1,84 @@
+"""The scripts a newcomer runs first: the tour and the benchmarks, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import QUESTIONS, parse
+from benchmarks.memory import fitted_exponent, peak_of
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str, timeout_s: float = 180) -> str:
+    """Standard output of a Python command run in the root of the repository; its failure is ours."""
+    environment = {**os.environ, "PYTHONWARNINGS": "error::DeprecationWarning:__main__"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_tour_tells_the_whole_story() -> None:
+    out = run("examples/tour.py", "--quick")
+    for part in ("classification", "contrast", "attention", "length", "merge", "memory"):
+        assert part in out.lower(), f"the tour does not speak of {part}"
+    assert not re.search(r"\bnan\b", out)
+
+
+@pytest.mark.slow
+def test_the_tour_takes_less_than_two_minutes_and_says_the_same_twice() -> None:
+    start = time.perf_counter()
+    first = run("examples/tour.py")
+    assert time.perf_counter() - start < 120
+
+    def numbers(text: str) -> list[str]:
+        """Seeds are set: only lines that measure time or memory may differ."""
+        return [line for line in text.splitlines() if not re.search(r"\d (s|MB)\b", line)]
+
+    assert numbers(run("examples/tour.py")) == numbers(first)
+    assert len(numbers(first)) > 30
+
+
+def test_the_benchmarks_run_and_write_json(tmp_path: Path) -> None:
+    """All in one process: importing torch six times would take longer than the measurements."""
+    lines = tmp_path / "out.jsonl"
+    out = run("-m", "benchmarks", "all", "--quick", "--threads", "1", "--json", str(lines))
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert {row["benchmark"] for row in rows} == set(QUESTIONS)
+    for row in rows:
+        assert row["case"] in out
+        assert row["ratio"] >= 0
+        assert {"commit", "cpu", "isa", "threads", "torch", "load"} <= row["environment"].keys()
+
+
+def test_an_unknown_benchmark_lists_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "speed"])
+    with pytest.raises(SystemExit):
+        parse()
+    assert "cross_entropy" in capsys.readouterr().err
+
+
+def test_a_fitted_exponent_is_the_power_of_a_power_law() -> None:
+    sizes = [4096, 8192, 16384]
+    assert fitted_exponent(sizes, [3e-9 * n**2 for n in sizes]) == pytest.approx(2.0)
+    assert fitted_exponent(sizes, [512.0 * n for n in sizes]) == pytest.approx(1.0)
+
+
+def test_a_measured_peak_is_what_was_allocated() -> None:
+    """The instrument itself: 64 MB written and dropped again must show, within a tenth."""
+    size = 64 * 2**20
+    measured, _ = peak_of(lambda: torch.ones(size // 4).sum())
+    assert 0.9 * size < measured < 1.1 * size

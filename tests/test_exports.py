@@ -1,0 +1,224 @@
+"""The public names with their exact signatures; importing costs little more than torch and says nothing."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+
+import partita
+
+E = inspect.Parameter.empty
+
+# name -> (positional parameters with defaults, keyword-only parameters with defaults); E has no default
+SIGNATURES = {
+    "Gibbs": ({"query": E, "key": E}, {"scale": None, "bias": None, "support": None, "softcap": None}),
+    "attention": (
+        {
+            "query": E,
+            "key": E,
+            "value": E,
+            "attn_mask": None,
+            "dropout_p": 0.0,
+            "is_causal": False,
+            "scale": None,
+            "enable_gqa": False,
+        },
+        {"support": None, "bias": None, "softcap": None, "sink": None, "return_stats": False},
+    ),
+    "linear_cross_entropy": (
+        {"input": E, "linear_weight": E, "target": E},
+        {
+            "linear_bias": None,
+            "weight": None,
+            "reduction": "mean",
+            "ignore_index": -100,
+            "label_smoothing": 0.0,
+            "scale": 1.0,
+            "softcap": None,
+            "z_loss": 0.0,
+            "entropy_weight": 0.0,
+            "sample_weight": None,
+            "return_stats": False,
+        },
+    ),
+    "info_nce_loss": (
+        {"query": E, "positive_key": E, "negative_keys": None},
+        {
+            "temperature": 0.07,
+            "reduction": "mean",
+            "negative_mode": "unpaired",
+            "normalize": True,
+            "symmetric": False,
+            "return_stats": False,
+        },
+    ),
+    "solve_scale": ({"query": E, "key": E}, {"entropy": None, "width": None, "support": None, "bias": None}),
+    "support.causal": ({"align": "top-left"}, {}),
+    "support.window": ({"left": E, "right": E}, {}),
+    "support.lengths": ({"key_lengths": E}, {}),
+    "support.segments": ({"q_ids": E, "k_ids": E}, {}),
+    "support.not_self": ({}, {}),
+    "support.all": ({}, {}),
+    "scale.InverseSqrt": ({}, {}),
+    "scale.Constant": ({"value": E}, {}),
+    "scale.KappaLog": ({"kappa": 1.0}, {}),
+    "scale.LogLength": ({"reference": 512, "floor": 4}, {}),
+    "scale.SqrtLogLength": ({"reference": 512, "floor": 4}, {}),
+    "scale.Mixed": ({"alpha": 1.0, "beta": 0.1}, {}),
+    "scale.MaxLength": ({"n_max": E, "kappa": 1.0}, {}),
+    "scale.CalibratedLog": ({"reference": E, "sigma": E}, {}),
+    "scale.GaussianEntropy": ({"entropy": E, "sigma": E}, {}),
+    "scale.ScalableSoftmax": ({"heads": E}, {}),
+    "scale.TargetEntropy": ({"entropy": None, "width": None, "fraction": None}, {}),
+    "scale.measure_sigma": ({"query": E, "key": E, "support": None}, {}),
+    "scale.from_temperature": ({"temperature": E}, {}),
+}
+# Names whose required parameter may have a default as well.
+RELAXED = {("support.segments", "k_ids")}
+
+GIBBS_METHODS = {
+    "log_partition": (),
+    "entropy": (),
+    "mean_score": (),
+    "score_variance": (),
+    "max_score": (),
+    "visible": (),
+    "effective_width": (),
+    "expectation": ("value",),
+    "nll": ("target",),
+    "log_prob": ("target",),
+    "target_rank": ("target",),
+    "stats": (),
+    "sample": ("generator",),
+    "top": ("k",),
+    "probs": (),
+    "state": ("value",),
+}
+
+
+def find(name: str) -> object:
+    thing: object = partita
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_the_contract(name):
+    """Contract parameters come first, in order, with these defaults; additions are keyword-only or have defaults."""
+    positional, keyword = SIGNATURES[name]
+    parameters = inspect.signature(find(name)).parameters
+    leading = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    assert [p.name for p in leading][: len(positional)] == list(positional)
+    for p in leading[len(positional) :]:
+        assert p.default is not E, f"{p.name} was added without a default"
+    for given, default in {**positional, **keyword}.items():
+        if (name, given) not in RELAXED:
+            assert parameters[given].default == default or parameters[given].default is default, given
+    for given in keyword:
+        assert parameters[given].kind == inspect.Parameter.KEYWORD_ONLY, given
+
+
+@pytest.mark.parametrize("name", GIBBS_METHODS)
+def test_methods_of_gibbs_are_the_contract(name):
+    parameters = list(inspect.signature(getattr(partita.Gibbs, name)).parameters)
+    assert tuple(parameters[1 : 1 + len(GIBBS_METHODS[name])]) == GIBBS_METHODS[name]
+
+
+def test_public_is_what_all_lists():
+    assert sorted(set(partita.__all__)) == sorted(partita.__all__)
+    for name in partita.__all__:
+        assert hasattr(partita, name), name
+    needed = {"Gibbs", "Stats", "State", "merge", "attention", "linear_cross_entropy", "info_nce_loss", "solve_scale"}
+    assert needed | {"backend", "explain", "scale", "support"} <= set(partita.__all__)
+
+
+def test_every_module_lists_its_public_names():
+    import importlib
+    import pkgutil
+
+    for module in pkgutil.iter_modules(partita.__path__, "partita."):
+        if module.name.rsplit(".", 1)[-1] in ("support", "scale", "engine", "gibbs", "errors", "attention", "losses"):
+            loaded = importlib.import_module(module.name)
+            for name in loaded.__all__:
+                assert hasattr(loaded, name), f"{module.name}.{name}"
+
+
+def test_backend_is_a_getter_and_a_context_manager(monkeypatch):
+    monkeypatch.delenv("PARTITA_BACKEND", raising=False)
+    assert partita.backend() == "auto"
+    with partita.backend("dense"):
+        assert partita.backend() == "dense"
+        with partita.backend("tiled"):
+            assert partita.backend() == "tiled"
+        assert partita.backend() == "dense"
+    assert partita.backend() == "auto"
+    monkeypatch.setenv("PARTITA_BACKEND", "tiled")
+    assert partita.backend() == "tiled"
+
+
+def test_explain_names_the_backend_that_serves():
+    import torch
+
+    gibbs = partita.Gibbs(torch.zeros(2, 3), torch.zeros(5, 3))
+    with partita.backend("dense"):
+        assert "dense" in str(partita.explain(gibbs))
+    with partita.backend("tiled"):
+        assert "tiled" in str(partita.explain(gibbs))
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True, timeout=120
+    )
+
+
+def test_importing_says_nothing():
+    done = run("import partita")
+    assert done.stdout == ""
+    assert done.stderr == ""
+
+
+def test_importing_starts_nothing_and_compiles_nothing():
+    """No process, no compiler, no dynamo beyond what torch itself imports, no thread."""
+    done = run(
+        "import sys, subprocess, threading, torch\n"
+        "before = set(sys.modules); threads = threading.active_count()\n"
+        "def refuse(*a, **k): raise SystemExit('a process was started')\n"
+        "subprocess.Popen.__init__ = refuse\n"
+        "import partita\n"
+        "new = set(sys.modules) - before\n"
+        "assert threading.active_count() == threads\n"
+        "heavy = [m for m in new if m.split('.')[0] in ('numpy', 'scipy', 'matplotlib', 'transformers', 'triton')]\n"
+        "assert not heavy, heavy\n"
+        "assert not [m for m in new if m.startswith(('torch._dynamo', 'torch._inductor'))]\n"
+        "assert 'partita.reference' not in sys.modules\n"
+    )
+    assert done.stdout == ""
+
+
+def test_importing_costs_little_more_than_torch():
+    """A quarter of a second at most; torch alone takes several times that."""
+    best = min(
+        float(run("import torch, time; a = time.perf_counter(); import partita; print(time.perf_counter() - a)").stdout)
+        for _ in range(3)
+    )
+    assert best < 0.25, f"importing partita took {best:.3f} s on top of torch"
+
+
+def test_importing_patches_nothing():
+    run(
+        "import torch, torch.nn.functional as F\n"
+        "before = {n: getattr(F, n) for n in dir(F)}, {n: getattr(torch, n) for n in dir(torch)}\n"
+        "state = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()\n"
+        "import partita\n"
+        "assert all(getattr(F, n) is x for n, x in before[0].items())\n"
+        "assert all(getattr(torch, n) is x for n, x in before[1].items())\n"
+        "assert torch.equal(state[0], torch.get_rng_state())\n"
+        "assert state[1:] == (torch.get_num_threads(), torch.get_default_dtype())\n"
+    )

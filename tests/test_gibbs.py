@@ -1,0 +1,225 @@
+"""Gibbs by hand: values, options, caching, samples and the best keys."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import partita
+from partita import reference
+from tests.strategies import INF, catalogue, problem
+from tests.tolerances import assert_exact, assert_same_statistics
+
+
+def two_keys(gap: float) -> partita.Gibbs:
+    """One query, two keys whose scores are 0 and gap."""
+    return partita.Gibbs(torch.ones(1, 1, dtype=torch.float64), torch.tensor([[0.0], [gap]], dtype=torch.float64))
+
+
+def test_values_by_hand():
+    """Two keys with odds 3:1."""
+    stats = two_keys(math.log(3)).stats()
+    assert float(stats.log_partition) == pytest.approx(math.log(4))
+    assert float(stats.entropy) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
+    assert float(stats.mean_score) == pytest.approx(0.75 * math.log(3))
+    assert float(stats.score_variance) == pytest.approx(0.75 * 0.25 * math.log(3) ** 2)
+    assert float(stats.max_score) == pytest.approx(math.log(3))
+    assert float(stats.visible) == 2
+    assert two_keys(math.log(3)).probs().flatten().tolist() == pytest.approx([0.25, 0.75])
+
+
+def test_scale_none_is_one():
+    p = problem()
+    assert_same_statistics(partita.Gibbs(p.query, p.key).stats(), partita.Gibbs(p.query, p.key, scale=1.0).stats())
+
+
+@pytest.mark.parametrize("option", ["scale", "bias", "support", "softcap"])
+def test_every_option_changes_the_result(option):
+    p = problem(7, 13)
+    value = {
+        "scale": 0.3,
+        "bias": torch.randn(7, 13, dtype=torch.float64),
+        "support": partita.support.causal(),
+        "softcap": 0.5,
+    }[option]
+    plain, changed = p.gibbs().entropy(), p.gibbs(**{option: value}).entropy()
+    assert (plain - changed).abs().max() > 1e-3
+
+
+def test_softcap_bounds_the_score_before_the_bias():
+    """score = softcap(scale * <q, k>) + bias."""
+    p = problem(scale=50.0, softcap=3.0)
+    assert p.gibbs().max_score().max() <= 3.0
+    lifted = p.gibbs(bias=torch.full((1, 1), 100.0, dtype=torch.float64))
+    assert_exact(lifted.max_score(), p.gibbs().max_score() + 100.0)
+
+
+def test_shape_of_every_read():
+    p = problem(7, 13, dim_value=3, batch=(2, 5))
+    gibbs = p.gibbs()
+    for name in (*partita.Stats._fields, "effective_width"):
+        assert getattr(gibbs, name)().shape == (2, 5, 7), name
+    for name in ("nll", "log_prob", "target_rank"):
+        assert getattr(gibbs, name)(p.target).shape == (2, 5, 7), name
+    assert gibbs.expectation(p.value).shape == (2, 5, 7, 3)
+    assert gibbs.probs().shape == (2, 5, 7, 13)
+    assert gibbs.sample().shape == (2, 5, 7)
+    assert all(x.shape == (2, 5, 7, 4) for x in gibbs.top(4))
+
+
+def test_a_target_that_is_not_visible_is_infinitely_surprising():
+    p = problem(4, 4, support=catalogue(4, 4)["causal"])
+    last = torch.full((4,), 3)
+    nll = p.gibbs().nll(last)
+    assert nll[:3].eq(INF).all()
+    assert nll[3].isfinite()
+    assert p.gibbs().target_rank(last)[:3].tolist() == [1, 2, 3]  # every visible key is better than an invisible one
+
+
+def test_rank_counts_only_strictly_better_visible_keys():
+    key = torch.tensor([[3.0], [2.0], [2.0], [5.0], [1.0]], dtype=torch.float64)
+    gibbs = partita.Gibbs(torch.ones(1, 1, dtype=torch.float64), key)
+    assert [int(gibbs.target_rank(torch.tensor([j]))) for j in range(5)] == [1, 2, 2, 0, 4]
+    hidden = partita.Gibbs(
+        torch.ones(1, 1, dtype=torch.float64),
+        key,
+        support=partita.support.mask(torch.tensor([[True] * 3 + [False, True]])),
+    )
+    assert [int(hidden.target_rank(torch.tensor([j]))) for j in (0, 1, 4)] == [0, 1, 3]
+
+
+def test_a_target_shared_by_a_batch_broadcasts():
+    p = problem(7, 13, batch=(2,))
+    shared = p.target[0]
+    assert_exact(p.gibbs().nll(shared), reference.nll(p.score(), shared.expand(2, 7)))
+
+
+def test_later_reads_are_free(monkeypatch):
+    """The first reduction fills all row statistics."""
+    from partita import engine
+
+    p, passes, reduce = problem(7, 13), [], engine.reduce
+    monkeypatch.setattr(engine, "reduce", lambda *args, **kwargs: passes.append(1) or reduce(*args, **kwargs))
+    gibbs = p.gibbs()
+    assert passes == []  # making it computes nothing
+    for name in (*partita.Stats._fields, "effective_width", "stats"):
+        getattr(gibbs, name)()
+    assert len(passes) == 1
+
+
+def test_a_pass_with_a_value_serves_the_row_statistics_too(monkeypatch):
+    from partita import engine
+
+    p, passes, reduce = problem(7, 13), [], engine.reduce
+    monkeypatch.setattr(engine, "reduce", lambda *args, **kwargs: passes.append(1) or reduce(*args, **kwargs))
+    gibbs = p.gibbs()
+    gibbs.expectation(p.value)
+    gibbs.stats()
+    assert len(passes) == 1
+
+
+def test_repr_says_the_sizes():
+    assert "(7, 5)" in repr(problem(7, 13).gibbs())
+
+
+# Samples and the best keys
+
+
+@pytest.mark.parametrize("backend_name", ["dense", "tiled"])
+def test_sample_frequencies_are_the_probabilities(backend_name):
+    """4000 draws of 3 rows: within five standard errors."""
+    p = problem(3, 7, support=catalogue(3, 7)["causal"], scale=0.6)
+    many = p.gibbs(query=p.query.expand(4000, 3, 5))
+    with partita.backend(backend_name), partita.engine.tile_shape(2, 3):
+        draws = many.sample(generator=torch.Generator().manual_seed(1))
+    assert draws.dtype == torch.int64
+    found = torch.nn.functional.one_hot(draws, 7).double().mean(0)
+    expected = reference.probs(p.score())
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / 4000).sqrt()).all()
+
+
+def test_sample_is_reproducible_from_its_generator():
+    p = problem(7, 123, batch=(9,))
+    a, b, c = (p.gibbs().sample(generator=torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_sample_never_leaves_the_support():
+    p = problem(7, 9, batch=(50,), support=catalogue(7, 9)["mask"])
+    draws = p.gibbs().sample()
+    empty = ~p.visible.any(-1)
+    assert (draws[:, empty] == -1).all()
+    rows = torch.arange(7).expand(50, 7)
+    assert p.visible[rows[:, ~empty], draws[:, ~empty]].all()
+
+
+def test_top_pads_with_nothing():
+    p = problem(5, 5, support=catalogue(5, 5)["causal"])
+    scores, indices = p.gibbs().top(4)
+    assert indices[0].tolist() == [0, -1, -1, -1]
+    assert scores[0, 1:].eq(-INF).all()
+    assert scores.diff(dim=-1).nan_to_num(0).le(0).all()  # best first
+
+
+@pytest.mark.parametrize("k", [0, 13, 20])
+def test_top_of_none_all_and_more_than_all(k):
+    p = problem(7, 13)
+    scores, indices = p.gibbs().top(k)
+    expected = reference.top(p.score(), k)
+    assert_exact(scores, expected[0])
+    assert torch.equal(indices, expected[1])
+
+
+def test_scores_of_top_have_the_gradient_of_the_chosen_keys():
+    p = problem(5, 9, support=catalogue(5, 9)["mask"], bias=torch.randn(5, 9, dtype=torch.float64), softcap=3.0)
+    query, key, bias = (x.clone().requires_grad_() for x in (p.query, p.key, p.bias))
+    scores, indices = p.gibbs(query=query, key=key, bias=bias).top(2)
+    s = reference.score(query, key, bias=bias, softcap=3.0, visible=p.visible)
+    expected = s.gather(-1, indices.clamp(min=0))
+    seen = indices >= 0
+    for a, b in zip(
+        torch.autograd.grad(scores[seen].sin().sum(), (query, key, bias)),
+        torch.autograd.grad(expected[seen].sin().sum(), (query, key, bias)),
+        strict=True,
+    ):
+        assert_exact(a, b)
+
+
+# Shapes and strides
+
+
+def test_a_value_or_a_target_may_bring_the_batch():
+    p = problem(5, 7)
+    values, targets = torch.randn(3, 7, 2, dtype=torch.float64), torch.randint(0, 7, (3, 5))
+    assert_exact(p.gibbs().expectation(values), reference.expectation(p.score(), values))
+    assert_exact(p.gibbs().nll(targets), reference.nll(p.score(), targets))
+
+
+def test_strides_do_not_matter():
+    """Transposed, sliced and expanded operands, with their gradients."""
+    base = torch.randn(5, 2, 14, dtype=torch.float64)
+    query, key = base.permute(1, 2, 0)[:, ::2], torch.randn(1, 9, 10, dtype=torch.float64)[..., ::2].expand(2, 9, 5)
+    value = torch.randn(4, 9, dtype=torch.float64).mT.expand(2, 9, 4)
+    grads = []
+    for copy in (False, True):
+        leaves = [(x.contiguous() if copy else x).detach().requires_grad_() for x in (query, key, value)]
+        gibbs = partita.Gibbs(leaves[0], leaves[1])
+        grads.append(torch.autograd.grad(gibbs.entropy().sum() + gibbs.expectation(leaves[2]).sin().sum(), leaves))
+    for a, b in zip(*grads, strict=True):
+        assert_exact(a, b)
+
+
+def test_inference_mode_works():
+    p = problem(5, 7)
+    with torch.inference_mode():
+        assert_exact(p.gibbs().entropy().clone(), reference.entropy(p.score()))
+        inside = partita.Gibbs(p.query.clone(), p.key.clone())
+        assert_exact(inside.entropy().clone(), inside.entropy().clone())
+
+
+def test_small_integers_are_targets_too():
+    p = problem(5, 7)
+    assert torch.equal(p.gibbs().nll(p.target.int()), p.gibbs().nll(p.target))

@@ -1,0 +1,167 @@
+"""Imports go down, and nothing but tests and benchmarks imports the oracle."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import partita
+
+SOURCE = Path(partita.__file__).parent
+
+# Each part of the package and how high it stands; a file may import what is strictly lower, and its own part.
+LAYERS = {
+    "errors": 0,
+    "reference": 0,
+    "_overrides": 0,
+    "_checks": 1,
+    "_terms": 2,
+    "support": 2,
+    "scale": 2,
+    "engine": 3,
+    "solve": 4,
+    "gibbs": 4,
+    "rows": 4,
+    "losses": 5,
+    "contrastive": 5,
+    "attention": 5,
+    "theory": 5,
+    "metrics": 5,
+    "calibration": 5,
+    "nn": 6,
+    "distributed": 6,
+    "hf": 6,
+    "interception": 6,
+    "adapters": 6,
+    "watch": 7,
+    "lab": 8,
+    "__main__": 9,
+}
+# In one layer, who stands on whom: supports are made of terms, scales count a support, a distribution solves its scale,
+# the rows of a loss are read off a distribution.
+BESIDE = {("support", "_terms"), ("scale", "_terms"), ("scale", "support"), ("gibbs", "solve"), ("rows", "gibbs")}
+# Faces read a distribution and never its engine, but the two types that their signatures name.
+FACES = ("losses", "contrastive", "attention", "theory", "metrics")
+PUBLIC_TYPES = {"Stats", "State"}
+
+
+def files() -> list[Path]:
+    return sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def part_of(path: Path) -> str:
+    first = path.relative_to(SOURCE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(tree: ast.AST, *, nested: bool = False) -> list[tuple[str, tuple[str, ...], int]]:
+    """(part of partita, names taken from it, line) of every import; only those inside functions if nested."""
+    found = []
+    inside = {
+        id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)
+    }
+    for node in ast.walk(tree):
+        if nested and id(node) not in inside:
+            continue
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            module, names = (node.module or "").split("."), tuple(alias.name for alias in node.names)
+            if module[0] != "partita":
+                continue
+            if len(module) > 1:
+                found.append((module[1], names, node.lineno))
+            else:
+                found += [(name, (), node.lineno) for name in names]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                module = alias.name.split(".")
+                if module[0] == "partita":
+                    found.append((module[1] if len(module) > 1 else "partita", (), node.lineno))
+    return found
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_down(path):
+    part, tree = part_of(path), ast.parse(path.read_text())
+    assert part in LAYERS, f"{part} has no layer: give it one here and in the design"
+    height = LAYERS[part]
+    for target, _, line in imports(tree):
+        where = f"{path.name}:{line} imports {target}"
+        if target == part:
+            continue
+        if height >= 7 and (target == "partita" or target not in LAYERS):
+            continue  # watch and lab use public names
+        assert target in LAYERS, f"{where}, which has no layer"
+        assert LAYERS[target] < height or (part, target) in BESIDE, f"{where}, which does not stand below it"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_nothing_imports_the_oracle(path):
+    if part_of(path) != "reference":
+        assert "reference" not in [target for target, _, _ in imports(ast.parse(path.read_text()))]
+
+
+def test_the_oracle_imports_torch_alone():
+    modules = set()
+    for node in ast.walk(ast.parse((SOURCE / "reference.py").read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add((node.module or "").split(".")[0])
+    assert modules == {"__future__", "math", "torch"}
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_faces_know_the_distribution_not_the_engine(path):
+    if part_of(path) not in FACES:
+        return
+    for target, names, line in imports(ast.parse(path.read_text())):
+        assert target != "engine" or set(names) <= PUBLIC_TYPES, f"{path.name}:{line} imports {names} of the engine"
+        assert target not in FACES or target == part_of(path), f"{path.name}:{line} imports another face, {target}"
+
+
+@pytest.mark.parametrize("name", ["losses", "contrastive", "attention"])
+def test_faces_never_call_exp_max_or_softmax(name):
+    """Stability and the empty row belong to the engine."""
+    places = [*SOURCE.glob(f"{name}.py"), *SOURCE.glob(f"{name}/**/*.py")]
+    forbidden = {"exp", "amax", "softmax", "log_softmax", "logsumexp", "max", "exp_", "expm1"}
+    for path in places:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if isinstance(node.func.value, ast.Name) and node.func.value.id == "math":
+                    continue  # a constant of the formula, not a score
+                assert node.func.attr not in forbidden, f"{path.name}:{node.lineno} calls {node.func.attr}"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_import_hides_in_a_function_to_dodge_a_cycle(path):
+    """lab may delay optional dependencies; below it, an import inside a function of our own package hides a cycle."""
+    if LAYERS.get(part_of(path), 0) < 7:
+        assert imports(ast.parse(path.read_text()), nested=True) == []
+
+
+def _without_type_checking(tree: ast.Module) -> ast.Module:
+    """The tree without `if TYPE_CHECKING:` blocks, which never run."""
+
+    class Drop(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                return node.orelse
+            return self.generic_visit(node)
+
+    return Drop().visit(tree)
+
+
+def test_torch_is_the_only_dependency_below_lab():
+    allowed = {"torch", "partita", *sys.stdlib_module_names}
+    for path in files():
+        if part_of(path) in ("lab", "hf", "watch", "adapters"):
+            continue
+        for node in ast.walk(_without_type_checking(ast.parse(path.read_text()))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] in allowed, f"{path.name}:{node.lineno} imports {name}"

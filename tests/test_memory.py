@@ -1,0 +1,83 @@
+"""Peak memory, measured in a process of its own: the score matrix is never held."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MB = 1 << 20
+
+# The high-water mark of resident memory, less what was resident just before the call, after a small warm-up that loads
+# every library. VmHWM is reset by writing 5 to clear_refs, so that imports do not hide the peak.
+SCRIPT = """
+import gc, re, torch, partita
+torch.set_num_threads(2)
+
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) * 1024
+
+def run(n, d):
+    query, key, value = (torch.randn(n, d, requires_grad=True) for _ in range(3))
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    gibbs = partita.Gibbs(query, key, scale=d ** -0.5{support})
+    out = gibbs.expectation(value)
+    loss = gibbs.log_partition().sum() + gibbs.entropy().sum() + out.square().sum()
+    loss.backward()
+    assert query.grad is not None and key.grad is not None and value.grad is not None
+    return status("VmHWM") - before
+
+with partita.backend("{backend}"):
+    run(512, {d})
+    print(run({n}, {d}))
+"""
+
+
+def peak_bytes(n: int, d: int, backend: str = "tiled", support: str = "") -> int:
+    code = SCRIPT.replace("{n}", str(n)).replace("{d}", str(d)).replace("{backend}", backend)
+    code = code.replace("{support}", f", support={support}" if support else "")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc, which only Linux has")
+
+
+@linux
+def test_forward_and_backward_stay_below_96_megabytes():
+    """log_partition + entropy + expectation at n = m = 16384, d = 64, float32, with gradients; the matrix is 1 GB."""
+    extra = peak_bytes(16384, 64)
+    assert extra < 96 * MB, f"{extra / MB:.1f} MB"
+
+
+@linux
+@pytest.mark.slow
+def test_memory_grows_with_n_not_with_its_square():
+    """Twice the length: the gradients and row sums double; a matrix would grow by 192 MB."""
+    small, large = peak_bytes(4096, 64), peak_bytes(8192, 64)
+    assert large - small < 32 * MB, f"{small / MB:.1f} MB, then {large / MB:.1f} MB"
+
+
+@linux
+def test_the_dense_backend_is_seen_to_hold_the_matrix():
+    """The measurement works: what does build the matrix is caught by it."""
+    assert peak_bytes(3001, 64, backend="dense") > 3001 * 3001 * 4
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "support", ["partita.support.causal()", "partita.support.window(128, 0) | partita.support.not_self()"]
+)
+def test_supports_build_no_matrix_either(support):
+    extra = peak_bytes(16384, 64, support=support)
+    assert extra < 96 * MB, f"{extra / MB:.1f} MB"
