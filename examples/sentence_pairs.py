@@ -87,7 +87,6 @@ def report(model: Encoder, left: list[str], right: list[str]) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(2)
     torch.manual_seed(0)
     left, right, what = pairs()
     order = torch.randperm(len(left), generator=torch.Generator().manual_seed(0)).tolist()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import hypothesis
 import pytest
 import torch
 
+from partita.errors import BackendError
 from tests.conformance.serving import names
 
 # Compiling, and torch's first call of anything, take their time: a deadline would measure the machine.
@@ -39,6 +41,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         if "slow" in item.keywords and not config.getoption("-m"):
             item.add_marker(slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Where PARTITA_BACKEND names one backend, what it refuses to serve is skipped with its reason."""
+    try:
+        return (yield)
+    except BackendError as error:
+        if "PARTITA_BACKEND" in os.environ and "cannot serve" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(autouse=True)

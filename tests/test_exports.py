@@ -203,12 +203,14 @@ def test_importing_starts_nothing_and_compiles_nothing():
 
 
 def test_importing_costs_little_more_than_torch():
-    """A quarter of a second at most; torch alone takes several times that."""
-    best = min(
-        float(run("import torch, time; a = time.perf_counter(); import partita; print(time.perf_counter() - a)").stdout)
-        for _ in range(3)
+    """A quarter of torch's own cost at most, first use of the faces included, in processor time: others may be busy."""
+    code = (
+        "import time; a = time.process_time(); import torch; b = time.process_time(); import partita\n"
+        "partita.Gibbs, partita.attention, partita.linear_cross_entropy, partita.info_nce_loss\n"
+        "print((time.process_time() - b) / (b - a))"
     )
-    assert best < 0.25, f"importing partita took {best:.3f} s on top of torch"
+    share = min(float(run(code).stdout) for _ in range(2))
+    assert share < 0.25, f"importing partita and its faces costs {share:.2f} of importing torch"
 
 
 def test_importing_patches_nothing():

@@ -143,6 +143,13 @@ def test_gumbel_gradients_are_those_of_its_noise(blocked):
     assert_same_gradients(got, want, (q, k, v, bias))
 
 
+def test_gumbel_noise_differs_from_block_to_block(monkeypatch):
+    monkeypatch.setattr(rows, "_CELLS", 1)
+    monkeypatch.setattr(rows, "_FEWEST", 3)
+    weights = gumbel_attention(torch.zeros(6, 1), torch.zeros(9, 1), torch.eye(9))
+    assert (weights[:3] - weights[3:]).abs().min(-1).values.max() > 1e-4
+
+
 def test_gumbel_takes_a_generator():
     q, k, v = make(grad=False)
     draws = [gumbel_attention(q, k, v, generator=torch.Generator().manual_seed(3)) for _ in range(2)]

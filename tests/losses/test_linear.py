@@ -181,3 +181,11 @@ def test_compiles_as_one_graph():
 
     run = torch.compile(loss, fullgraph=True, backend="aot_eager")
     assert_equal_with_gradients(run(x, w), loss(x, w), (x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_any_integers_name_classes(dtype):
+    x, w, target = leaf(9, 5), leaf(7, 5), torch.randint(7, (9,))
+    weight = torch.rand(7, dtype=torch.float64)
+    theirs = F.cross_entropy(x @ w.mT, target, weight)
+    torch.testing.assert_close(linear_cross_entropy(x, w, target.to(dtype), weight=weight), theirs)

@@ -67,5 +67,5 @@ def test_no_matrix_is_held(call):
 @pytest.mark.slow
 def test_symmetric_info_nce_of_32768_pairs_stays_below_a_gigabyte():
     """d = 256, forward and backward, gradients included; the dense form needs over 12 GB."""
-    extra = peak_bytes("info_nce_loss(a, b, symmetric=True)", 32768, 256, timeout_s=1500)
+    extra = peak_bytes("info_nce_loss(a, b, symmetric=True)", 32768, 256, timeout_s=3600)
     assert extra < 1024 * MB, f"{extra / MB:.0f} MB"

@@ -134,6 +134,19 @@ def test_a_wrong_temperature_of_a_real_classifier_is_recovered(wrong, passes, di
     assert abs(found.item() / truth - 1) < 1e-3
 
 
+@pytest.mark.parametrize("sharpness", [0.3, 1.0, 10.0])
+def test_the_optimum_is_reached_from_both_sides(sharpness, passes):
+    """Labels drawn at logits that spread by `sharpness` nats: flatter and sharper than where the search starts."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (4000, 20))
+    z = x @ w.mT
+    z = sharpness * z / z.std()
+    y = torch.multinomial(z.softmax(-1), 1, generator=generator)[:, 0]
+    found = fit_temperature(x, w, y)
+    assert len(passes) <= 8
+    assert abs(found.item() / best_temperature(x @ w.mT, y) - 1) < 1e-6
+
+
 def test_fitting_leaves_ignored_rows_out():
     x, w = torch.randn(50, 4).double(), torch.randn(5, 4).double()
     y = torch.randint(5, (50,))

@@ -1,4 +1,4 @@
-"""The engine's sums and their gradients, dense, in float64, with torch's own autograd: what the native kernels are held to."""
+"""The engine's sums and their gradients, dense, in float64, with torch's own autograd: the native kernels' judge."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ class Case:
         def wide(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.detach().double().requires_grad_()
 
-        return replace(
-            self, query=wide(self.query), key=wide(self.key), value=wide(self.value), scale=wide(self.scale), bias=wide(self.bias)
-        )
+        return replace(self, **{name: wide(getattr(self, name)) for name in ("query", "key", "value", "scale", "bias")})
 
 
 def visible(case: Case) -> Tensor:
@@ -70,7 +68,8 @@ def scores(case: Case) -> Tensor:
     if case.bias is not None:
         s = s + torch.where(case.bias > float("-inf"), case.bias, 0.0)
     batch = [seen.shape[:-2], s.shape[:-2]]
-    batch += [x.shape[:-1] for x in (case.target,) if x is not None] + [x.shape[:-2] for x in (case.value,) if x is not None]
+    batch += [case.target.shape[:-1]] if case.target is not None else []
+    batch += [case.value.shape[:-2]] if case.value is not None else []
     s = s.masked_fill(~seen, float("-inf"))
     return s.expand(*torch.broadcast_shapes(*batch), *s.shape[-2:])
 
@@ -84,6 +83,11 @@ class Dense:
     moment: Tensor | None
     count: Tensor
     target_score: Tensor | None
+
+    @property
+    def spread(self) -> Tensor:
+        """The second moment about the mean."""
+        return self.second - self.first**2 / torch.where(self.mass == 0, 1.0, self.mass)
 
 
 def reduce(case: Case, peak: Tensor | None = None) -> Dense:

@@ -45,18 +45,19 @@ def check(seed: int) -> None:
     assert_near(sums.peak, want.peak, near, "peak")
     assert_near(sums.mass, want.mass, near, "mass")
     assert torch.equal(sums.count, want.count), "count"
-    for name in ("first", "second", "moment", "target_score"):
+    for name in ("first", "spread", "moment", "target_score"):
         got = getattr(sums, name)
         if got is not None:
             assert_near(got, getattr(want, name), near, name)
     if sums.rank is not None:
         seen = dense.scores(exact).detach()
-        margin = near * max(1.0, want.peak[~want.peak.isinf()].abs().max().item() if (~want.peak.isinf()).any() else 1.0)
+        peaks = want.peak[~want.peak.isinf()].abs()
+        margin = near * max(1.0, peaks.max().item() if peaks.numel() else 1.0)
         mark = want.target_score.detach()[..., None]
         low, high = (seen > mark + margin).sum(-1), (seen > mark - margin).sum(-1)
         assert bool(((sums.rank >= low) & (sums.rank <= high)).all()), "rank"
 
-    acc = sums.peak.dtype
+    acc = sums.mass.dtype
     make = lambda like: None if like is None or rng.random() < 0.25 else torch.randn(like.shape, dtype=acc)  # noqa: E731
     upstream = [make(sums.mass), make(want.first), make(want.second), make(want.moment), make(want.target_score)]
     needs = tuple(rng.random() < 0.8 for _ in range(5))

@@ -95,6 +95,8 @@ def test_widths_are_ordered():
     h2 = info.renyi_entropy(q, k, scale=0.7, support=causal())
     w = Gibbs(q, k, scale=0.7, support=causal()).probs()
     torch.testing.assert_close(h2, -w.square().sum(-1).log())
+    log_mass = info.collision_log_mass(q, k, scale=0.7, support=causal())
+    torch.testing.assert_close(log_mass, w.square().sum(-1).log())
     h3 = info.renyi_entropy(q, k, order=3.0)
     torch.testing.assert_close(h3, -torch.softmax(q @ k.T, -1).pow(3).sum(-1).log() / 2)
     with pytest.raises(ValueRangeError, match=r"Gibbs\.entropy"):

@@ -58,6 +58,8 @@ def test_gradient_of_one_query_is_a_covariance():
 def test_bias_has_no_fixed_sign():
     """M-ATT-9 (P38): a distance bias that cancels the content raises H to log 64, another one lowers it; unscaled."""
     bias = layer.distance_bias(1, 64, 0.05)[0]
+    square = layer.distance_bias(3, 5, 0.5)
+    assert square.tolist() == [[-0.5 * abs(i - j) for j in range(5)] for i in range(3)]
     assert entropy(-bias) < log(64) - 0.1
     assert entropy(logits_of(-bias, 1.0, bias)) == pytest.approx(log(64))
     assert entropy(logits_of(bias, 1.0, bias)) < entropy(bias)

@@ -55,7 +55,10 @@ def test_bias_and_spread_of_noisy_attention(n):
     second_order = 8 / n  # relative
     assert abs(effect.bias - bias) <= 4 * error.bias + second_order * bias.abs()
     assert abs(effect.sd - sd) <= 5 * error.sd + second_order * sd
-    assert (sd <= rob.noise_sd_bound(p, v, noise.cv2())).all()
+    bound = rob.noise_sd_bound(p, v, noise.cv2())
+    assert (sd <= bound).all()
+    variance = p @ v[:, 0] ** 2 - (p @ v[:, 0]) ** 2
+    assert bound.item() ** 2 == pytest.approx(float(noise.cv2() * p.max() * variance))
 
 
 def test_orders_in_n():

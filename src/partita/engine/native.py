@@ -1,30 +1,29 @@
-"""The C++ library behind the native backend: found, loaded, and called with checked pointers.
+"""The C++ library behind the native backend, called with checked pointers.
 
-    peak, mass, first, second, moment, count, target_score, rank  =  reduce(...)
+    peak, mass, first, spread, moment, count, target_score, rank  =  reduce(...)
     grad_query, grad_key, grad_value, grad_scale, grad_bias       =  reduce_backward(...)
 
 Legend: B batch entries, Q query rows, K keys, D features, V value features. Operands are canonical: equally many batch
-dimensions, of size 1 where they broadcast. Any strides are served as they lie as long as the last dimension is contiguous.
-Nothing here is differentiable, and nothing is imported beyond torch.
+dimensions, of size 1 where they broadcast. Any strides are served as they lie if the last dimension is contiguous.
+Nothing here is differentiable.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import math
-import os
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-_VERSION = 1
-_NAME = "libpartita_native.so"
+from partita.engine.native_library import Library, load, why_not
+
+__all__ = ["ColumnSums", "Gradients", "Library", "Sums", "load", "reduce", "reduce_backward", "why_not"]
+
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _PROBLEM = struct.Struct("5q4id44q")
 _SUMS = struct.Struct("12q")
@@ -36,79 +35,45 @@ _FINITE, _NOT_FINITE, _NO_MEMORY = 0, 1, 2
 class Term(Protocol):
     """One term of a support: row intervals, segment ids, a mask, and whether key i is hidden from row i."""
 
-    start: Tensor | None  # (*b, Q) int32
-    stop: Tensor | None  # (*b, Q) int32
-    query_segment: Tensor | None  # (*b, Q) int32
-    key_segment: Tensor | None  # (*b, K) int32
-    mask: Tensor | None  # (*b, Q or 1, K or 1) bool
-    hole: bool
+    @property
+    def start(self) -> Tensor | None: ...  # (*b, Q) int32
+
+    @property
+    def stop(self) -> Tensor | None: ...  # (*b, Q) int32
+
+    @property
+    def query_segment(self) -> Tensor | None: ...  # (*b, Q) int32
+
+    @property
+    def key_segment(self) -> Tensor | None: ...  # (*b, K) int32
+
+    @property
+    def mask(self) -> Tensor | None: ...  # (*b, Q or 1, K or 1) bool
+
+    @property
+    def hole(self) -> bool: ...
 
 
 class Sums(NamedTuple):
     """Row sums relative to the peak; what was not asked for is None."""
 
-    peak: Tensor  # (*b, Q)
+    peak: Tensor  # (*b, Q) float64, so that backward finds the very number the sums are relative to
     mass: Tensor  # (*b, Q)
     first: Tensor | None  # (*b, Q)
-    second: Tensor | None  # (*b, Q)
+    spread: Tensor | None  # (*b, Q): the second moment about the row's mean
     moment: Tensor | None  # (*b, Q, V)
-    count: Tensor  # (*b, Q) int64
+    count: Tensor  # type: ignore[assignment]  # (*b, Q) int64; hides tuple.count
     target_score: Tensor | None  # (*b, Q)
     rank: Tensor | None  # (*b, Q) int64
 
 
 class ColumnSums(NamedTuple):
-    """Sums over rows for each key, relative to the key's peak; or upstream gradients of them, after `peak` None where 0."""
+    """Sums over rows for each key, relative to the key's peak; in backward, upstream gradients after `peak`."""
 
     peak: Tensor  # (K,)
     mass: Tensor | None  # (K,)
     first: Tensor | None  # (K,)
     second: Tensor | None  # (K,)
-
-
-class Library(NamedTuple):
-    """The loaded library, the instruction set it chose, and its file."""
-
-    handle: ctypes.CDLL
-    isa: str
-    path: Path
-
-
-@functools.cache
-def _find() -> tuple[Library | None, str | None]:
-    places = [Path(__file__).parent.parent / "native" / _NAME]
-    try:
-        places.append(Path(str(importlib.metadata.distribution("partita").locate_file(f"partita/native/{_NAME}"))))
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    if override := os.environ.get("PARTITA_NATIVE_LIBRARY"):
-        places = [Path(override)]
-    path = next((p for p in places if p.is_file()), None)
-    if path is None:
-        return None, f"the native library is not there (looked for {', '.join(map(str, places))}); it was not built"
-    try:
-        handle = ctypes.CDLL(str(path))
-        handle.partita_version.restype = ctypes.c_int32
-        handle.partita_isa.restype = ctypes.c_char_p
-        if (version := handle.partita_version()) != _VERSION:
-            return None, f"{path} has interface version {version}, this package needs {_VERSION}; install again"
-        for name, arguments in {"partita_reduce": 2, "partita_reduce_backward": 2, "partita_rows": 1}.items():
-            function = getattr(handle, name)
-            function.restype = ctypes.c_int32
-            function.argtypes = [ctypes.c_char_p] * arguments
-        return Library(handle, handle.partita_isa().decode(), path), None
-    except (OSError, AttributeError) as error:
-        return None, f"{path} cannot be loaded: {error}"
-
-
-def load() -> Library | None:
-    """The native library, or None where it is missing or unusable; never raises."""
-    return _find()[0]
-
-
-def why_not() -> str | None:
-    """Why `load` gives None; None where it gives a library."""
-    return _find()[1]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -245,15 +210,17 @@ def _checked(columns: ColumnSums | None, call: _Call, acc: torch.dtype) -> tuple
     if math.prod(call.batch) != 1:
         raise ValueError(f"column sums need a single batch entry; got batch {call.batch}")
     for x in columns:
-        if x is not None and (x.dtype != acc or tuple(x.shape) != (call.n_key,) or not x.is_contiguous() or x.device.type != "cpu"):
-            raise ValueError(f"column sums must be contiguous {acc} ({call.n_key},) on the CPU; got {x.dtype}, {tuple(x.shape)}")
+        if x is not None and (
+            x.dtype != acc or tuple(x.shape) != (call.n_key,) or not x.is_contiguous() or not x.is_cpu
+        ):
+            raise ValueError(f"column sums must be contiguous {acc} ({call.n_key},); got {x.dtype}, {tuple(x.shape)}")
     return tuple(columns)
 
 
 def _library() -> ctypes.CDLL:
-    library, reason = _find()
+    library = load()
     if library is None:
-        raise RuntimeError(f"no native backend: {reason}")
+        raise RuntimeError(f"no native backend: {why_not()}")
     return library.handle
 
 
@@ -285,20 +252,18 @@ def reduce(
     handle = _library()
     call, problem, acc = _prepare(query, key, value, scale, bias, target, terms, softcap)
     rows = (*call.batch, call.n_query)
-    peak, mass = torch.empty(rows, dtype=acc), torch.empty(rows, dtype=acc)
+    peak, mass = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=acc)
     first = torch.empty(rows, dtype=acc) if moments else None
-    second = torch.empty(rows, dtype=acc) if moments else None
+    spread = torch.empty(rows, dtype=acc) if moments else None
     moment = torch.empty((*rows, value.shape[-1]), dtype=acc) if value is not None else None
     count = torch.empty(rows, dtype=torch.int64)
     score = torch.empty(rows, dtype=acc) if target is not None else None
     ranks = torch.empty(rows, dtype=torch.int64) if rank and target is not None else None
-    outcome = handle.partita_reduce(
-        problem,
-        _SUMS.pack(*map(_address, (peak, mass, first, second, moment, score, count, ranks, *_checked(columns, call, acc)))),
-    )
+    outputs = (peak, mass, first, spread, moment, score, count, ranks, *_checked(columns, call, acc))
+    outcome = handle.partita_reduce(problem, _SUMS.pack(*map(_address, outputs)))
     if outcome == _NO_MEMORY:
         raise MemoryError("the native backend could not allocate its scratch memory")
-    return Sums(peak, mass, first, second, moment, count, score, ranks) if outcome == _FINITE else None
+    return Sums(peak, mass, first, spread, moment, count, score, ranks) if outcome == _FINITE else None
 
 
 class Gradients(NamedTuple):
@@ -361,8 +326,9 @@ def reduce_backward(
     def given(g: Tensor | None, shape: tuple[int, ...], name: str) -> Tensor | None:
         if g is None:
             return None
-        if g.dtype != acc or tuple(g.shape) != shape or g.device.type != "cpu":
-            raise ValueError(f"{name} must be {acc} of shape {shape} on the CPU; got {g.dtype}, {tuple(g.shape)}, {g.device}")
+        dtype = torch.float64 if name == "peak" else acc
+        if g.dtype != dtype or tuple(g.shape) != shape or g.device.type != "cpu":
+            raise ValueError(f"{name} must be {dtype} {shape} on the CPU; got {g.dtype}, {tuple(g.shape)}, {g.device}")
         return g.contiguous()
 
     upstream = [

@@ -6,12 +6,14 @@ a masked place may have leaked there (0 * nan), and only the careful backend can
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from partita._terms import Term
+from partita._checks import broadcast
+from partita._terms import Term, window_mask
 from partita.engine import native, tiled
 from partita.engine.request import Request
 from partita.engine.state import State
@@ -20,6 +22,7 @@ from partita.engine.tiled import Sums
 
 __all__ = ["backward", "forward", "why_not"]
 
+_LARGEST_MASK = 1 << 25  # bytes; a union of supports up to this size is written out
 _OPERANDS = ("query", "key", "value", "scale", "bias")
 
 
@@ -27,29 +30,45 @@ def why_not(request: Request) -> str | None:
     """None, or why the native library cannot serve this request."""
     if request.query.device.type != "cpu":
         return f"it serves CPU tensors, these are on {request.query.device}"
-    if len(request.terms) > 1:
-        return "the support is a union (|), which only the tiled backend walks"
+    if len(request.terms) > 1 and _union_bytes(request) > _LARGEST_MASK:
+        return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
     if request.cap_bias and request.softcap is not None and request.bias is not None:
         return "it adds a bias after the softcap, not before"
     return native.why_not()
 
 
+def _union_bytes(request: Request) -> int:
+    """The size of the mask that says what any of the terms shows."""
+    rows = [t for term in request.terms for t in (term.start, term.stop, term.query_segment, term.key_segment)]
+    shapes = [t.shape[:-1] for t in rows if t is not None]
+    shapes += [term.mask.shape[:-2] for term in request.terms if term.mask is not None]
+    return math.prod(broadcast(*shapes)) * request.n_query * request.n_key
+
+
 def _terms(request: Request) -> tuple[Term, ...]:
-    return tuple(term if term.query_segment is None else replace(term, **_small_ids(term)) for term in request.terms)
+    """What the library knows: at most one term, with segment ids in int32; large ids are relabelled by their rank."""
+    if len(request.terms) > 1:
+        whole = slice(0, request.n_query), slice(0, request.n_key)
+        shown = window_mask(request.terms, *whole, request.query.device)
+        if shown is None:
+            return ()
+        lead = [1] * (request.query.dim() - shown.dim())
+        return (Term(mask=shown.view(*lead, *shown.shape)),)
+    terms = []
+    for term in request.terms:
+        query, key = term.query_segment, term.key_segment
+        if query is not None and key is not None:
+            if not (_small(query) and _small(key)):
+                labels = torch.unique(torch.cat([query.reshape(-1), key.reshape(-1)]))
+                query, key = torch.searchsorted(labels, query), torch.searchsorted(labels, key)
+            term = replace(term, query_segment=query.to(torch.int32), key_segment=key.to(torch.int32))
+        terms.append(term)
+    return tuple(terms)
 
 
-def _small_ids(term: Term) -> dict[str, Tensor]:
-    """Segment ids as int32; large ones are relabelled by their rank."""
-    query, key = term.query_segment, term.key_segment
-    assert query is not None
-    assert key is not None
+def _small(ids: Tensor) -> bool:
     limit = torch.iinfo(torch.int32)
-    for ids in (query, key):
-        if ids.numel() and (int(ids.min()) < limit.min or int(ids.max()) > limit.max):
-            labels = torch.unique(torch.cat([query.reshape(-1), key.reshape(-1)]))
-            query, key = torch.searchsorted(labels, query), torch.searchsorted(labels, key)
-            break
-    return {"query_segment": query.to(torch.int32), "key_segment": key.to(torch.int32)}
+    return not ids.numel() or (int(ids.min()) >= limit.min and int(ids.max()) <= limit.max)
 
 
 def forward(request: Request) -> Sums:
@@ -67,10 +86,8 @@ def forward(request: Request) -> Sums:
     )
     if found is None:
         return tiled.forward(request)
-    first = spread = found.mass
-    if found.first is not None and found.second is not None:
-        first, mass = found.first, torch.where(found.mass == 0, 1, found.mass).double()
-        spread = (found.second.double() - found.first.double() ** 2 / mass).clamp(min=0.0).to(found.mass.dtype)
+    first = found.mass if found.first is None else found.first
+    spread = found.mass if found.spread is None else found.spread
     state = State(found.peak, found.mass, first, spread, found[5].to(found.mass.dtype), found.moment)
     return Sums(state, found.target_score, found.rank)
 

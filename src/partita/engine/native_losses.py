@@ -1,9 +1,9 @@
 """Whole losses on the native library: a classifier's cross entropy in three products, a symmetric contrast in four.
 
-    loss_i = nll_i (log Z_i - s_i,target) + square_i log^2 Z_i + spread_i H_i        s = scale_i <input_i, weight_c> + bias_c
+    loss_i = nll_i (log Z_i - s_i,target) + square_i log^2 Z_i + spread_i H_i   s = scale_i <input_i, weight_c> + bias_c
 
-Where the weights of the rows are known beforehand (a scalar loss), a chunk of logits is turned into its own gradient before
-the next one is made: nothing of size N * C is held, and no logit is computed twice.
+Where the weights of the rows are known beforehand (a scalar loss), a chunk of logits is turned into its own gradient
+before the next one is made: nothing of size N * C is held, and no logit is computed twice.
 Legend: N rows, C classes, D features. Nothing here is differentiable.
 """
 
@@ -70,7 +70,7 @@ def softmax_rows(
         if x is None:
             continue
         if x.dtype != dtype or tuple(x.shape) != shape or x.device.type != "cpu" or not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous {dtype} {shape} on the CPU; got {x.dtype}, {tuple(x.shape)}, {x.device}")
+            raise ValueError(f"{name} must be contiguous {dtype} {shape} on the CPU; got {x.dtype} {tuple(x.shape)}")
     if n == 0:
         return True
     library = native.load()
@@ -115,7 +115,7 @@ def linear_cross_entropy(
 
     sums = RowSums(row(), row(), row(), row(), row(), torch.empty(N, dtype=torch.int64) if rank else None)
     grad_input = torch.empty(N, D, dtype=acc) if need_input or need_scale else None
-    grad_weight = torch.zeros(C, D, dtype=acc) if need_weight and N == 0 else torch.empty(C, D, dtype=acc) if need_weight else None
+    grad_weight = torch.empty(C, D, dtype=acc) if need_weight else None
     grad_bias = torch.zeros(C, dtype=acc) if need_bias and bias is not None else None
     grad_scale = row() if need_scale else None
     by_row = scale.expand(N)[:, None]
@@ -149,7 +149,7 @@ def reduce_both(
     scale: Tensor,  # (N or 1,), accumulation dtype
     target: Tensor | None,  # (N,) int64
 ) -> tuple[native.Sums, native.ColumnSums] | None:
-    """Sums of every row over the keys and of every key over the rows, from one product; None where one is not finite."""
+    """Sums of every row over keys and of every key over rows, from one product; None where one is not finite."""
     acc = torch.float64 if query.dtype == torch.float64 else torch.float32
     columns = native.ColumnSums(*(torch.empty(key.shape[0], dtype=acc) for _ in range(4)))
     if not query.shape[0] or not key.shape[0]:
@@ -159,7 +159,8 @@ def reduce_both(
         given = None
     else:
         given = columns
-    sums = native.reduce(query, key, None, scale, None, target, (), None, moments=True, rank=target is not None, columns=given)
+    ranked = target is not None
+    sums = native.reduce(query, key, None, scale, None, target, (), None, moments=True, rank=ranked, columns=given)
     return None if sums is None else (sums, columns)
 
 
@@ -169,13 +170,12 @@ def reduce_both_backward(
     scale: Tensor,
     target: Tensor | None,
     peak: Tensor,  # (N,), as `reduce_both` gave it
-    rows: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],  # upstream of mass, first, second, target_score
+    rows: tuple[Tensor | None, ...],  # upstream of mass, first, second, target_score
     columns: native.ColumnSums,  # the column peaks, and upstream of the column sums
     needs: tuple[bool, bool, bool],  # query, key, scale
 ) -> native.Gradients | None:
     """Gradients of both kinds of sums in one pass: the scores once more, then one product for each side."""
     g_mass, g_first, g_second, g_target = rows
     wanted = (needs[0], needs[1], False, needs[2], False)
-    return native.reduce_backward(
-        query, key, None, scale, None, target, (), None, peak, g_mass, g_first, g_second, None, g_target, wanted, columns
-    )
+    upstream = (g_mass, g_first, g_second, None, g_target)
+    return native.reduce_backward(query, key, None, scale, None, target, (), None, peak, *upstream, wanted, columns)

@@ -105,7 +105,8 @@ def _reduce(
         state, target_score, ranks = _backend(request, backend).forward(request)
     absent = state.peak.new_empty(0)
     return (
-        state.peak,
+        # in float64: a backend that works in other units must find the very peak again that its sums are relative to
+        state.peak.double() if state.peak.dtype != torch.float64 else state.peak,
         state.mass,
         state.first.contiguous() if statistics else absent.clone(),
         state.spread.contiguous() if statistics else absent.clone(),
@@ -141,7 +142,16 @@ def _(
     moment = row(False) if value is None else query.new_empty((*rows, value.shape[-1]), dtype=request.dtype)
     there = target is not None
     ranks = row(there and rank, torch.int64)
-    return row(), row(), row(statistics), row(statistics), row(), moment, row(there), ranks
+    return (
+        row(dtype=torch.float64),
+        row(),
+        row(statistics),
+        row(statistics),
+        row(),
+        moment,
+        row(there),
+        ranks,
+    )
 
 
 @torch.library.custom_op("partita::reduce_backward", mutates_args=())
@@ -246,7 +256,7 @@ class _Forward(torch.autograd.Function):
         none: list[Tensor | None] = [None] * (len(tensors) + 1)
         if mass is None and first is None and spread is None and moment is None and target is None:
             return tuple(none)
-        mass = torch.zeros_like(peak) if mass is None else mass
+        mass = torch.zeros_like(total) if mass is None else mass
         first, second = (first, spread) if plan.statistics else (None, None)
         if second is not None:
             # spread = sum e c^2 - first^2 / mass: its gradient is that of the three raw moments
@@ -354,7 +364,7 @@ def run(request: Request) -> Sums:
     if not request.statistics:
         first = spread = torch.zeros_like(mass)
     state = State(
-        request.ungroup(peak),
+        request.ungroup(peak.to(request.dtype)),
         request.ungroup(mass),
         request.ungroup(first),
         request.ungroup(spread),

@@ -139,12 +139,13 @@ def backward(
 ) -> dict[str, Tensor]:
     """Gradients of (query, key, value, scale, bias), as far as needed, in the accumulation dtype."""
     clean, grid = Clean.of(request), Grid(request, shape)
+    level = peak.to(request.dtype)
     total = Accumulator(request, needs)
     for index, rows in enumerate(grid.rows):
         gr = _upstream(g, rows)
         for cols, mask in grid.visit(index):
             x = clean.operands(rows, cols)
-            total.add(gradients(clean, x, gr, peak[..., rows], rows, cols, mask), rows, cols)
+            total.add(gradients(clean, x, gr, level[..., rows], rows, cols, mask), rows, cols)
     return total.total
 
 
@@ -156,6 +157,7 @@ def second_order(
     With the peak held constant every sum over keys is a sum over tiles, so this too goes tile by tile.
     """
     clean, grid = Clean.of(request), Grid(request)
+    level = peak.to(request.dtype)
     given = Operands(request.query, request.key, request.value, request.scale, request.bias)
     whole = {**_present(given), **{"g_" + name: t for name, t in _present(g).items()}}
     total = {name: torch.zeros_like(t, dtype=request.dtype) for name, t in whole.items()}
@@ -171,7 +173,7 @@ def second_order(
             ) -> dict[str, Tensor]:
                 xs = Operands(**{f.name: given.get(f.name) for f in fields(Operands)})  # type: ignore[arg-type]
                 gs = Upstream(**{f.name: given.get("g_" + f.name) for f in fields(Upstream)})  # type: ignore[arg-type]
-                part = _present(gradients(clean, xs, gs, peak[..., rows], rows, cols, mask))
+                part = _present(gradients(clean, xs, gs, level[..., rows], rows, cols, mask))
                 return {name: part[name] for name in above}
 
             pull = torch.func.vjp(first_order, inputs)[1]

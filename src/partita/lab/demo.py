@@ -195,7 +195,8 @@ def embed(model: nn.Module, tokenizer: Any, sentences: list[str]) -> Tensor:
     batch = tokenizer(sentences, padding=True, truncation=True, max_length=128, return_tensors="pt")
     hidden: Tensor = model(**batch).last_hidden_state
     weight = batch["attention_mask"][..., None].to(hidden.dtype)
-    return (hidden * weight).sum(1) / weight.sum(1)
+    pooled: Tensor = (hidden * weight).sum(1) / weight.sum(1)
+    return pooled
 
 
 def contrast(a: Tensor, b: Tensor) -> Tensor:

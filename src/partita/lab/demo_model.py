@@ -103,14 +103,13 @@ def train_policies(text: str, sizes: Sizes, *, minutes: float, seed: int, progre
     cut = max(len(data) * 9 // 10, len(data) - 400_000)
     train, held_out = data[:cut], data[cut:]
     named = policies(sizes.length)
-    budget = 60.0 * minutes / len(named)
-    steps = sizes.steps
+    steps = fitting(train, sizes, 60.0 * minutes / len(named))
     for name, policy in named.items():
         torch.manual_seed(seed)  # the same start and the same batches for each policy
         model = Model(sizes, policy)
         started = time.perf_counter()
         with Watch(model, every=sizes.every, title=f"byte language model, scale {name}") as watched:
-            steps = _train(model, train, sizes, steps, seed, budget, progress, name)
+            _train(model, train, sizes, steps, seed, progress, name)
         record = watched.finished()
         record.provenance["training_length"] = sizes.length
         record.studies = evaluate(model, held_out, sizes, name, seed)
@@ -123,13 +122,22 @@ def train_policies(text: str, sizes: Sizes, *, minutes: float, seed: int, progre
         yield record
 
 
-def _train(
-    model: Model, data: Tensor, sizes: Sizes, steps: int, seed: int, budget: float, progress: Any, name: str
-) -> int:
-    """At most `steps`; the first policy finds how many fit into its share of the time, the others do as many."""
+def fitting(data: Tensor, sizes: Sizes, budget: float) -> int:
+    """How many steps fit into the budget: the same number, and so the same schedule, for each policy."""
+    model = Model(sizes, scale.InverseSqrt())
+    spent = []
+    for _ in range(3):
+        started = time.perf_counter()
+        batch = draw(data, sizes.batch, sizes.length + 1, torch.Generator().manual_seed(0))
+        F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+        spent.append(time.perf_counter() - started)
+    # a quarter of the budget is left for the optimizer, for watching, and for reading at other lengths
+    return max(min(sizes.steps, 30), min(sizes.steps, int(0.75 * budget / min(spent))))
+
+
+def _train(model: Model, data: Tensor, sizes: Sizes, steps: int, seed: int, progress: Any, name: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     generator = torch.Generator().manual_seed(seed)
-    started, first = time.perf_counter(), steps == sizes.steps
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / steps)
@@ -140,9 +148,6 @@ def _train(
         optimizer.step()
         if step % 5 == 0:
             progress.tick(f"language model, {name}: step {step} of {steps}, loss {loss.item():.3f}")
-        if first and time.perf_counter() - started > 0.8 * budget:
-            return step + 1  # the rest of the share is for reading at other lengths
-    return steps
 
 
 def draw(data: Tensor, batch: int, length: int, generator: torch.Generator) -> Tensor:

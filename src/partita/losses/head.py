@@ -74,7 +74,7 @@ class Head:
         if isinstance(scale, Tensor) and scale.dim():
             scale = _per_row("scale", scale, shape, -shift)
         target = target[..., shift:] if shift else target
-        index = target.detach().argmax(len(lead)) if soft else target
+        index = target.detach().argmax(len(lead)) if soft else target.long()  # uint8 would index as a mask
         counts = None if soft else index != options.ignore_index
         seen = counts is not None and _checks.has_values(counts)
 

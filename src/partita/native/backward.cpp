@@ -12,18 +12,18 @@ void pack_chunk(const BackCall<A>& call, const Patch& patch, int64_t at, int64_t
   constexpr int L = Shape<A>::LANES;
   const PartitaProblem& p = call.p;
   const PartitaGradients& g = call.g;
-  const A ln2 = static_cast<A>(LN2), log2e = static_cast<A>(LOG2E);
+  const A ln2 = static_cast<A>(LN2);
   const int64_t height = patch.row_end - patch.row;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t a = n * i / tiles, b = n * (i + 1) / tiles;
     for (int64_t r = a; r < b; ++r) {
       const int64_t f = at + r, entry = call.plan.entries[call.plan.entry_begin[patch.group] + f / height];
       const Row row = t.row[r] = make_row(p, entry, patch.row + f % height);
-      const A peak = static_cast<const A*>(g.peak)[row.out];
-      const bool empty = peak == neg_inf<A>();  // its upstream gradients mean nothing, and may be NaN
+      const double peak = static_cast<const double*>(g.peak)[row.out];
+      const bool empty = peak == neg_inf<double>();  // its upstream gradients mean nothing, and may be NaN
       const auto given = [&](const void* x) { return x && !empty ? static_cast<const A*>(x)[row.out] : A(0); };
       const A g1 = given(g.first), g2 = given(g.second);
-      t.peak[r] = empty ? A(0) : peak * log2e;
+      t.peak[r] = empty ? A(0) : static_cast<A>(peak * LOG2E);
       t.c0[r] = given(g.mass) + g1;
       t.c1[r] = (g1 + 2 * g2) * ln2;
       t.c2[r] = g2 * ln2 * ln2;

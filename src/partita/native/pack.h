@@ -138,7 +138,8 @@ inline void pack_tile(const A* rows, int64_t m, int64_t D, int64_t ld, A* to) {
   constexpr int W = Vec<A>::W, L = Shape<A>::LANES;
   for (int half = 0; half < L; half += W) {
     const A* at[W];
-    for (int j = 0; j < W; ++j) at[j] = half + j < m ? rows + (half + j) * ld : nullptr;
+    // Lanes past m are never read: they repeat a row, so that whole vectors move.
+    for (int j = 0; j < W; ++j) at[j] = rows + (half + j < m ? half + j : m - 1) * ld;
     transpose_rows<A>(at, D, to + half, L);
   }
 }

@@ -36,6 +36,7 @@ void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles
     const int64_t f = task.first + r;
     t.row[r] = make_row(p, call.plan.entries[call.plan.begin[task.group] + f / p.Q], f % p.Q);
     t.peak[r] = neg_inf<A>();
+    t.centre[r] = 0;
     t.count[r] = t.rank[r] = 0;
     t.target[r] = neg_inf<A>();
   }
@@ -69,7 +70,9 @@ bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
   for (int64_t r = 0; r < task.rows; ++r) {
     const Row& row = t.row[r];
     const A mass = V::sum(V::load(t.mass + r * V::W)), first = V::sum(V::load(t.first + r * V::W));
-    const A second = V::sum(V::load(t.second + r * V::W));
+    // from the centre to the mean: what is taken off is small, since the centre was near it
+    const A off = mass > 0 ? first / mass + (t.peak[r] - t.centre[r]) : A(0);
+    const A about = V::sum(V::load(t.second + r * V::W)) - off * off * mass, second = about < 0 ? A(0) : about;
     int64_t count = t.count[r];
     if (!counted) {
       const int64_t lo = row.start > task.key_begin ? row.start : task.key_begin;
@@ -173,10 +176,15 @@ bool run_merge(const Call<A>& call, const Merge& merge, A* moment) {
       rank += call.partial_count[from * 2 + 1];
       if (part[0] == neg_inf<A>() && part[1] == 0) continue;
       const A d = part[0] - peak, ratio = exp2_one<A>(d);
-      shift<A>(d, ratio, part + 1, part + 2, part + 3, 1);
+      shift_about_centre<A>(d, ratio, part + 1, part + 2, part + 3, 1);
+      if (part[1] > 0) {
+        const A between = mass > 0 ? first / mass - part[2] / part[1] : A(0);
+        second += part[3] + between * between * (mass * (part[1] / (mass + part[1])));
+      } else {
+        second += part[3];  // NaN travels on
+      }
       mass += part[1];
       first += part[2];
-      second += part[3];
       if (call.to.moment)
         for (int64_t v = 0; v < call.Vp; ++v) moment[v] += ratio * part[5 + v];
     }
@@ -245,13 +253,17 @@ int32_t reduce_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& 
         odd |= !run_task<A>(call, task, t, call.packed + (task.group - wave.group) * call.packed_group);
       }
     }
+    // Each loop ends in a barrier, which on a busy machine costs a time slice: none where there is nothing to do.
+    if (plan.merges) {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < plan.merges; ++i)
-      if (!failed) odd |= !run_merge<A>(call, plan.merge[i], t.moment);
-    const int64_t finished = to.col_peak ? p.K : 0;
+      for (int64_t i = 0; i < plan.merges; ++i)
+        if (!failed) odd |= !run_merge<A>(call, plan.merge[i], t.moment);
+    }
+    if (to.col_peak) {
 #pragma omp for schedule(static)
-    for (int64_t j = 0; j < finished; ++j)
-      if (!failed) odd |= !finish_column<A>(call.columns, plan.pieces, call.panels * P, j, to);
+      for (int64_t j = 0; j < p.K; ++j)
+        if (!failed) odd |= !finish_column<A>(call.columns, plan.pieces, call.panels * P, j, to);
+    }
   }
   std::free(shared.base);
   return failed ? NO_MEMORY : odd ? NOT_FINITE : FINITE;

@@ -16,6 +16,7 @@ template <class A>
 struct Sums {  // of the rows of one task; mass, first and second hold one number per lane
   Row* row;
   A *peak, *mass, *first, *second, *moment, *target;
+  A* centre;  // what a row's second moment is about: the mean of its first block of keys, near that of all
   int64_t *count, *rank;
   A *query, *score, *temp, *panel, *value;
 
@@ -23,6 +24,7 @@ struct Sums {  // of the rows of one task; mass, first and second hold one numbe
     constexpr int W = Vec<A>::W, R = Shape<A>::ROWS, L = Shape<A>::LANES;
     row = c.take<Row>(rows);
     peak = c.take<A>(rows);
+    centre = c.take<A>(rows);
     mass = c.take<A>(rows * W);
     first = c.take<A>(rows * W);
     second = c.take<A>(rows * W);
@@ -39,10 +41,12 @@ struct Sums {  // of the rows of one task; mass, first and second hold one numbe
 };
 
 // Exponentials in place, with their sums. BOUND where a score may be -inf; MOMENTS where first and second are wanted.
+// First is about the peak, so that an entropy is never negative; second about the centre, so that a variance does not
+// cancel: `gap` is peak - centre.
 template <class A, bool BOUND, bool MOMENTS>
-PARTITA_INLINE void exponentials(A* s, int begin, int end, A peak, A* mass, A* first, A* second) {
+PARTITA_INLINE void exponentials(A* s, int begin, int end, A peak, A gap, A* mass, A* first, A* second) {
   using V = Vec<A>;
-  const typename V::T m = V::set(peak);
+  const typename V::T m = V::set(peak), g = V::set(gap);
   typename V::T sum = V::load(mass), one = V::load(first), two = V::load(second);
   for (int j = begin; j < end; j += V::W) {
     typename V::T c = V::sub(V::load(s + j), m);
@@ -51,9 +55,9 @@ PARTITA_INLINE void exponentials(A* s, int begin, int end, A peak, A* mass, A* f
     V::store(s + j, e);
     sum = V::add(sum, e);
     if (MOMENTS) {
-      const typename V::T ec = V::mul(e, c);
-      one = V::add(one, ec);
-      two = V::fma(ec, c, two);
+      const typename V::T d = V::add(c, g);
+      one = V::fma(e, c, one);
+      two = V::fma(V::mul(e, d), d, two);
     }
   }
   V::store(mass, sum);
@@ -61,6 +65,31 @@ PARTITA_INLINE void exponentials(A* s, int begin, int end, A peak, A* mass, A* f
     V::store(first, one);
     V::store(second, two);
   }
+}
+
+// The first block a row sees: its own mean becomes the centre. Returns it.
+template <class A>
+inline A first_exponentials(A* s, int begin, int end, A peak, A* mass, A* first, A* second, A* kept) {
+  using V = Vec<A>;
+  const typename V::T m = V::set(peak);
+  typename V::T sum = V::set(0), one = sum, two = sum;
+  for (int j = begin; j < end; j += V::W) {
+    const typename V::T c = bounded<A>(V::sub(V::load(s + j), m)), e = exp2_bounded<A>(c);
+    V::store(s + j, e);
+    V::store(kept + j, c);
+    sum = V::add(sum, e);
+    one = V::fma(e, c, one);
+  }
+  const A total = V::sum(sum), mean = total > 0 ? V::sum(one) / total : A(0);
+  const typename V::T g = V::set(mean);
+  for (int j = begin; j < end; j += V::W) {
+    const typename V::T d = V::sub(V::load(kept + j), g);
+    two = V::fma(V::mul(V::load(s + j), d), d, two);
+  }
+  V::store(mass, sum);
+  V::store(first, one);
+  V::store(second, two);
+  return peak + mean;
 }
 
 template <class A>
@@ -80,6 +109,16 @@ template <class A>
 PARTITA_INLINE void shift(A d, A ratio, A* mass, A* first, A* second, int n) {
   for (int i = 0; i < n; ++i) {
     second[i] = ratio * (second[i] + d * (2 * first[i] + d * mass[i]));
+    first[i] = ratio * (first[i] + d * mass[i]);
+    mass[i] = ratio * mass[i];
+  }
+}
+
+// The same for sums whose second moment is about a fixed centre, which a new peak leaves where it is.
+template <class A>
+PARTITA_INLINE void shift_about_centre(A d, A ratio, A* mass, A* first, A* second, int n) {
+  for (int i = 0; i < n; ++i) {
+    second[i] = ratio * second[i];
     first[i] = ratio * (first[i] + d * mass[i]);
     mass[i] = ratio * mass[i];
   }
@@ -118,13 +157,18 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
   for (int r = 0; r < m; ++r) {
     A* s = t.score + r * LD;
     A *mass = t.mass + (at + r) * W, *first = t.first + (at + r) * W, *second = t.second + (at + r) * W;
-    if (change[r] < 0 && change[r] > neg_inf<A>()) shift<A>(change[r], keep[r], mass, first, second, W);
+    if (change[r] < 0 && change[r] > neg_inf<A>()) shift_about_centre<A>(change[r], keep[r], mass, first, second, W);
+    if (moments && change[r] == neg_inf<A>()) {
+      t.centre[at + r] = first_exponentials<A>(s, c.begin, c.end, reference[r], mass, first, second, t.temp);
+      continue;
+    }
+    const A gap = reference[r] - t.centre[at + r];
     if (bound)
-      moments ? exponentials<A, true, true>(s, c.begin, c.end, reference[r], mass, first, second)
-              : exponentials<A, true, false>(s, c.begin, c.end, reference[r], mass, first, second);
+      moments ? exponentials<A, true, true>(s, c.begin, c.end, reference[r], gap, mass, first, second)
+              : exponentials<A, true, false>(s, c.begin, c.end, reference[r], gap, mass, first, second);
     else
-      moments ? exponentials<A, false, true>(s, c.begin, c.end, reference[r], mass, first, second)
-              : exponentials<A, false, false>(s, c.begin, c.end, reference[r], mass, first, second);
+      moments ? exponentials<A, false, true>(s, c.begin, c.end, reference[r], gap, mass, first, second)
+              : exponentials<A, false, false>(s, c.begin, c.end, reference[r], gap, mass, first, second);
   }
 }
 
@@ -144,51 +188,46 @@ inline A target_score(const Scores<A>& sc, const Row& row, const Rows& keys, con
   }
   alignas(64) A s[16], bias[16];
   V::store(s, total);
-  Run run{0, V::W};
+  const Run runs[2] = {{0, V::W}, {V::W, V::W}};
   Cover c;
   c.runs = 1;
   c.end = V::W;
   c.whole = true;
-  finish_scores<A, Vec<A>::W>(sc, &row, 1, j, c, &run, s, bias, nullptr);
+  finish_scores<A, Vec<A>::W>(sc, &row, 1, j, c, runs, s, bias, nullptr);
   return s[0];
 }
 
-// One finished row, in natural units. Sums are moved to the peak as it is rounded in the output: backward starts from that.
+// One finished row, in natural units; the spread is about the row's mean. The peak is given in double: backward must find
+// the very number again that the sums are relative to.
 template <class A>
-inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row& row, A peak, A mass, A first, A second,
+inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row& row, A peak, A mass, A first, A spread,
                        const A* moment, int64_t count, int64_t rank, A target) {
   using V = Vec<A>;
-  const A ln2 = static_cast<A>(LN2), log2e = static_cast<A>(LOG2E);
-  A natural = peak, ratio = 1;
-  if (peak > neg_inf<A>()) {
-    natural = peak * ln2;
-    const A d = peak - natural * log2e;
-    ratio = exp2_one<A>(d);
-    shift<A>(d, ratio, &mass, &first, &second, 1);
-  }
+  const A ln2 = static_cast<A>(LN2);
+  const double natural = static_cast<double>(peak) * LN2;
   first *= ln2;
-  second *= ln2 * ln2;
+  spread *= ln2 * ln2;
   const int64_t i = row.out;
-  static_cast<A*>(to.peak)[i] = natural;
+  static_cast<double*>(to.peak)[i] = natural;
   static_cast<A*>(to.mass)[i] = mass;
   if (to.first) static_cast<A*>(to.first)[i] = first;
-  if (to.second) static_cast<A*>(to.second)[i] = second;
+  if (to.second) static_cast<A*>(to.second)[i] = spread;
   if (to.count) to.count[i] = count;
   if (to.rank) to.rank[i] = rank;
   if (to.target_score) static_cast<A*>(to.target_score)[i] = target * ln2;
-  A probe = mass * 0 + first * 0 + second * 0;
-  if (natural > neg_inf<A>()) probe += natural * 0;
+  A probe = mass * 0 + first * 0 + spread * 0;
+  if (peak > neg_inf<A>()) probe += peak * 0;
   if (to.moment) {
     A* out = static_cast<A*>(to.moment) + i * p.V;
     typename V::T zero = V::set(0), bad = zero;
     int64_t v = 0;
     for (; v + V::W <= p.V; v += V::W) {
-      const typename V::T x = V::mul(V::load(moment + v), V::set(ratio));
+      const typename V::T x = V::load(moment + v);
       bad = V::fma(x, zero, bad);
       V::store(out + v, x);
     }
     probe += V::sum(bad);
-    for (; v < p.V; ++v) probe += (out[v] = moment[v] * ratio) * 0;
+    for (; v < p.V; ++v) probe += (out[v] = moment[v]) * 0;
   }
   return probe == 0;
 }

@@ -64,10 +64,12 @@ class Watch(Reading):
         self.step = -1
         self._manual = False
         self._attached = False
+        self._fresh = True
         self._muted = 0
         self._stack: list[sites.Frame] = []
         self._outermost: set[int] = set()
         self._tallies: dict[int, Tally] = {}
+        self._samples: dict[int, Tally] = {}
         self._losses: dict[str, list[outputs.Numbers]] = {}
         self._layer: dict[str, int] = {}
         self._module_seen: dict[str, int] = {}
@@ -90,6 +92,7 @@ class Watch(Reading):
         """Start to follow the model; a second call does nothing."""
         if not self._attached:
             self._attached = True
+            self._fresh = True  # whatever is called first begins a step
             self._follows = [sites.Follow(name, module, self._around) for name, module in sites.followed(self.model)]
             for follow in self._follows:
                 follow.attach()
@@ -153,10 +156,11 @@ class Watch(Reading):
         if self._started is None:
             self._started = begin
         if not self._stack:
-            if not self._manual and (self.step < 0 or id(follow) in self._outermost):
+            if not self._manual and (self._fresh or id(follow) in self._outermost):
                 self._next(self.step + 1)
-            elif self._manual and self.step < 0:
-                self._next(0)
+            elif self._manual and self._fresh and not self.observing:
+                self._next(max(self.step, 0))  # attached again within a named step
+            self._fresh = False
             self._outermost.add(id(follow))
         self._called[follow.name] = self._called.get(follow.name, 0) + 1
         self._stack.append(sites.frame(follow, kwargs))
@@ -231,7 +235,15 @@ class Watch(Reading):
         self._watch_s += time.perf_counter() - begin
         self._ended = time.perf_counter()
 
-    def attend(self, kind: str, shape: Sequence[int], build: Callable[[], probes.Scores], cross: bool | None) -> None:
+    def attend(
+        self,
+        kind: str,
+        shape: Sequence[int],
+        build: Callable[[], probes.Scores],
+        cross: bool | None,
+        stats: Any = None,
+    ) -> None:
+        """One attention call; `stats` are its rows' statistics where the call itself made them."""
         frame = self._stack[-1]
         frame.seen.append(None)
         ordinal = len(frame.seen) - 1
@@ -253,14 +265,19 @@ class Watch(Reading):
         tally = self._tallies.get(layer)
         if tally is None:
             tally = self._tallies[layer] = Tally(call.heads, _device(call), frame.follow.module.training)
-        probes.measure(call, tally, rows=self.rows, phase=(self._observed * GOLDEN) % 1.0 if self.rows else 0.5)
-        probes.look(call, tally)
+        phase = (self._observed * GOLDEN) % 1.0 if self.rows else 0.5
+        probes.measure(call, tally, rows=self.rows, phase=phase, stats=stats)
         count = self._observed
-        if count & (count - 1) == 0 or count % 32 == 0:  # 1, 2, 4, 8, ...: curves change slowly
-            self._keep(self.record.curves, {**probes.curve(call, self.step, layer)}, ("layer",))
+        if count % 4 == 0 or layer not in self._samples:
+            probes.look(call, tally)  # strongest keys and twins change slowly: the last sample stands in between
+            self._samples[layer] = tally
             for where in self.maps:
                 if where[0] == layer and where[1] < call.heads:
                     self._keep(self.record.maps, probes.pooled_map(call, where[1], self.step, layer), ("layer", "head"))
+        else:
+            tally.borrow(self._samples[layer])
+        if count == 1 or count % 32 == 0 or (count >= 8 and count & (count - 1) == 0):
+            self._keep(self.record.curves, probes.curve(call, self.step, layer), ("layer",))
         self._map_bytes += 4 * call.batch * call.heads * call.n_query * call.n_key
 
     def lose(self, name: str, numbers: outputs.Numbers | None) -> None:

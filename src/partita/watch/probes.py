@@ -15,7 +15,7 @@ from torch import Tensor
 from partita import Gibbs, support
 from partita.watch.tally import Tally
 
-SAMPLE = 400_000  # probabilities looked at closely in one call
+SAMPLE = 100_000  # probabilities looked at closely in one call
 CHUNK = 2_000_000  # elements of a mask converted at once
 FACTORS = (0.25, 0.5, 0.7071, 1.0, 1.4142, 2.0, 4.0)
 MAP = 128
@@ -171,8 +171,8 @@ def spread(count: int, wanted: int, phase: float, device: torch.device) -> Tenso
     return ((torch.arange(wanted, device=device) + phase) * (count / wanted)).long().clamp_(max=count - 1)
 
 
-def measure(call: Scores, tally: Tally, *, rows: int | None, phase: float) -> None:
-    """Add the call's rows to the tally."""
+def measure(call: Scores, tally: Tally, *, rows: int | None, phase: float, stats: Any = None) -> None:
+    """Add the call's rows to the tally; `stats` where the call came with them."""
     n = call.n_query
     if rows is not None and rows < n:
         call = call.take(None, spread(n, rows, phase, call._first.device))
@@ -183,10 +183,10 @@ def measure(call: Scores, tally: Tally, *, rows: int | None, phase: float) -> No
         step = max(1, min(n, CHUNK // max(1, dense.shape[0] * dense.shape[1] * dense.shape[3])))
     for start in range(0, n, step):
         part = call if step == n else call.take(None, slice(start, min(start + step, n)))
-        stats = part.gibbs().stats()
+        found = part.gibbs().stats() if stats is None else stats
         shape = (part.batch, part.heads, part.n_query)
         table = {
-            name: getattr(stats, name).expand(shape)
+            name: getattr(found, name).expand(shape)
             for name in ("entropy", "log_partition", "score_variance", "max_score", "visible")
         }
         table["sink_first"] = part.first_key(table["log_partition"]).expand(shape)
@@ -197,7 +197,7 @@ def sample(call: Scores) -> Scores:
     """Evenly spaced rows of a few batch entries, few enough to look at densely; all rows where they are few."""
     per_row = max(1, call.heads * call.n_key)
     budget = max(4, SAMPLE // per_row)
-    batch = min(call.batch, max(1, budget // 64) if call.batch * call.n_query > budget else call.batch)
+    batch = call.batch if call.batch * call.n_query <= budget else min(call.batch, max(1, budget // 16))
     rows = min(call.n_query, max(4, budget // batch))
     device = call._first.device
     return call.take(spread(call.batch, batch, 0.5, device), spread(call.n_query, rows, 0.5, device))
@@ -245,9 +245,9 @@ def pooled_map(call: Scores, head: int, step: int, layer: int) -> dict[str, Any]
     total = torch.zeros(rows, columns, dtype=torch.float64, device=device)
     first = torch.zeros(1, dtype=torch.long, device=device)
     mine = call.head(head)
-    step = max(1, SAMPLE // m)
-    for start in range(0, n, step):
-        stop = min(n, start + step)
+    tall = max(1, 4 * SAMPLE // m)
+    for start in range(0, n, tall):
+        stop = min(n, start + tall)
         probs = (
             mine.take(first, slice(start, stop))
             .gibbs()

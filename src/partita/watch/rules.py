@@ -95,14 +95,20 @@ def sinks(record: Record, series: Series, limits: Thresholds) -> Iterator[Findin
 
     layers = list(series.by_layer(test))
     share = sum(len(hits) for _, hits in layers) / max(1, len(series.heads))
-    for layer, hits in layers:
+    common = share > limits.sink_share
+    groups = [hits for _, hits in layers]
+    if common:  # a habit of the whole model: one finding, not one per layer
+        groups = [[hit for hits in groups for hit in hits]]
+    for hits in groups:
         where, (value, first) = max(hits, key=lambda h: h[1][0])
+        place = f"{len(hits)} of {len(series.heads)} heads" if common else _place(where[0], hits)
         key = "key 0" if first >= value - 1e-9 else f"key {int(median(last(series.column(where, 'sink_key'))))}"
         yield Finding(
-            "warning" if share > limits.sink_share else "info",
+            "warning" if common else "info",
             "SINK_HEAD",
-            _place(layer, hits),
-            f"{value:.0%} of the mass lies on {key} in head {where[1]}; {share:.0%} of all heads are sinks",
+            place,
+            f"{value:.0%} of the mass lies on {key} in layer {where[0]} head {where[1]}; "
+            f"{share:.0%} of all heads are sinks",
             "Heads park attention they do not need on one key. Common and often harmless; it matters for "
             "quantising, cutting the cache, and maps.",
             "keep that key when cutting a cache; an explicit sink (attention(sink=...)) frees the first token.",

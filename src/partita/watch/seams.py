@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import partita
-from partita.watch import outputs
+from partita.watch import fused, outputs
 from partita.watch.probes import Scores, invisible
 from partita.watch.sites import is_attention
 
@@ -73,9 +73,28 @@ class Seams(TorchFunctionMode):
     # ---- attention -------------------------------------------------------------------------------------------------
 
     def _sdpa(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        self.watch.guard(lambda: self._look_sdpa(*args, **kwargs))
+        return self._run_sdpa(func, args, kwargs)
+
+    def _run_sdpa(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str = "sdpa", cross: bool | None = None
+    ) -> Any:
+        served = self._fused(*args, **kwargs)
+        out, stats = served if served is not None else (func(*args, **kwargs), None)
+        look: Any = self._look_sdpa
+        self.watch.guard(lambda: look(*args, **kwargs, kind=kind, cross=cross, stats=stats))
         return out
+
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The output and its statistics from one pass, where that is possible and every row is wanted."""
+        if self.watch.rows is not None or self.watch.layers is not None or self.watch.outside():
+            return None
+        try:
+            if not fused.can_serve(query, key, value, *args, **kwargs):
+                return None
+            call = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale"), args, strict=False)) | kwargs
+            return fused.attend(query, key, value, bool(call.get("is_causal", False)), call.get("scale"))
+        except Exception:
+            return None  # the user's kernel serves, or reports what is wrong with the call
 
     def _look_sdpa(
         self,
@@ -90,20 +109,19 @@ class Seams(TorchFunctionMode):
         *,
         kind: str = "sdpa",
         cross: bool | None = None,
+        stats: Any = None,
     ) -> None:
         if self.watch.outside() or query.is_nested:
             return
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-        self.watch.attend(kind, query.shape, lambda: sdpa_scores(query, key, attn_mask, is_causal, scale), cross)
+        self.watch.attend(kind, query.shape, lambda: sdpa_scores(query, key, attn_mask, is_causal, scale), cross, stats)
 
     def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """MultiheadAttention: spies see its SDPA call, or its softmax where weights are returned."""
         heads, cross = args[4], args[0] is not args[1]
 
         def sdpa(*a: Any, **k: Any) -> Any:
-            out = SDPA(*a, **k)
-            self.watch.guard(lambda: self._look_sdpa(*a, **k, kind="MultiheadAttention", cross=cross))
-            return out
+            return self._run_sdpa(SDPA, a, k, kind="MultiheadAttention", cross=cross)
 
         def softmax(scores: Tensor, *a: Any, **k: Any) -> Any:
             out = SOFTMAX(scores, *a, **k)
@@ -150,9 +168,12 @@ class Seams(TorchFunctionMode):
         self.watch.attend(kind, final.shape, lambda: Scores(None, None, scores=final), cross)
 
     def _partita(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        self.watch.guard(lambda: self._look_partita(*args, **kwargs))
-        return out
+        """partita.attention knows its statistics: they are asked for, and handed on only if the caller did."""
+        out, stats = func(*args, **{**kwargs, "return_stats": True})
+        whole = stats if self.watch.rows is None else None
+        look: Any = self._look_partita
+        self.watch.guard(lambda: look(*args, **kwargs, stats=whole))
+        return (out, stats) if kwargs.get("return_stats") else out
 
     def _look_partita(
         self,
@@ -168,11 +189,14 @@ class Seams(TorchFunctionMode):
         support: Any = None,
         bias: Tensor | None = None,
         softcap: float | None = None,
+        stats: Any = None,
         **_: Any,
     ) -> None:
         if self.watch.outside():
             return
         scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if support is not None and support == partita.support.causal():
+            is_causal, support = True, None  # needs no mask
 
         def scores() -> Scores:
             gibbs = partita.Gibbs(
@@ -181,7 +205,7 @@ class Seams(TorchFunctionMode):
             call = sdpa_scores(query, key, join_masks(attn_mask, bias, support, query, key), is_causal, gibbs.scale)
             return Scores(call.query, call.key, call.scale, call.mask, call.causal, softcap)
 
-        self.watch.attend("partita", query.shape, scores, None)
+        self.watch.attend("partita", query.shape, scores, None, stats)
 
     def _reduce(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)

@@ -82,15 +82,28 @@ class Tally:
         shown = there & finite
         self.peak = torch.maximum(self.peak, torch.where(shown, rows["max_score"], -torch.inf).amax((0, 2)).double())
         self.length = torch.maximum(self.length, torch.where(there, visible, zero).amax((0, 2)).double())
-        head = torch.arange(self.heads, device=entropy.device)[:, None]
-        flat = [c.transpose(0, 1).reshape(self.heads, -1) for c in (weight, normal, seen, width, sink)]
-        weight, normal, seen, width, sink = flat
+        flat = torch.stack([weight, seen, width, normal, sink]).transpose(1, 2).flatten(2)  # (column, heads, rows)
+        self._add_histogram(flat[3], flat[0])
+        self._add_bands(flat, visible)
+
+    def _add_histogram(self, normal: Tensor, weight: Tensor) -> None:
+        head = torch.arange(self.heads, device=normal.device)[:, None]
         bin_ = (normal * BINS).long().clamp_(0, BINS - 1) + head * BINS
-        self.histogram += torch.bincount(bin_.flatten(), weight.double().flatten(), minlength=self.heads * BINS)
+        self.histogram += torch.bincount(bin_.flatten(), weight.flatten(), minlength=self.heads * BINS)
+
+    def _add_bands(self, flat: Tensor, visible: Tensor) -> None:
+        """Sums by band of visible keys. Heads see the same keys as a rule, and then one small product does."""
         # log2 of an exact power of two must not fall below it
-        band = ((seen.clamp(min=1).log2() + 1e-4).long().clamp_(0, BANDS - 1) + head * BANDS).flatten()
-        for i, column in enumerate((weight, seen, width, normal, sink)):
-            self.bands[i] += torch.bincount(band, column.double().flatten(), minlength=self.heads * BANDS)
+        band = (visible.clamp(min=1).log2() + 1e-4).long().clamp_(0, BANDS - 1)  # (batch, heads, rows)
+        if torch.equal(band, band[:, :1].expand_as(band)):
+            to_band = torch.nn.functional.one_hot(band[:, 0].flatten(), BANDS).to(flat.dtype)
+            self.bands += (flat @ to_band).flatten(1)
+            return
+        index = (
+            band.transpose(0, 1).flatten(1) + torch.arange(self.heads, device=band.device)[:, None] * BANDS
+        ).flatten()
+        for i, column in enumerate(flat):
+            self.bands[i] += torch.bincount(index, column.flatten(), minlength=self.heads * BANDS)
 
     def add_sample(self, probs: Tensor, keep: Tensor | None) -> None:
         """probs: (batch, heads, rows, n_key) of evenly spaced rows: strongest key, and how alike the heads are."""
@@ -106,8 +119,12 @@ class Tally:
         self.sampled[0] += rows
         self.sampled[1] += rows * top[:, 0]
         self.strongest = torch.where(rows > 0, index[:, 0].double(), self.strongest)
-        centred = torch.where(probs > 0, probs - 1.0 / visible, 0.0).transpose(0, 1).reshape(self.heads, -1).double()
+        centred = torch.where(probs > 0, probs - 1.0 / visible, 0.0).transpose(0, 1).reshape(self.heads, -1)
         self.gram += centred @ centred.T
+
+    def borrow(self, other: Tally) -> None:
+        """Take the sampled numbers of an earlier step."""
+        self.gram, self.sampled, self.strongest, self.keys = other.gram, other.sampled, other.strongest, other.keys
 
     def block(self, step: int, layer: int) -> Block:
         """The finished row of each head; a mean over no row is NaN."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from partita.lab.report import pack
 from partita.lab.report.html import asset, page
-from partita.lab.report.verdict import fallback, sentence
+from partita.lab.report.verdict import HABITS, fallback, sentence
 from partita.watch.findings import Finding, Thresholds, find
 from partita.watch.record import Record, clean
 
@@ -46,7 +46,7 @@ def _run(record: Record, title: str | None, limits: Thresholds) -> tuple[dict[st
     run = pack.pack(record)
     flags: dict[str, list[str]] = {}
     for finding in findings:
-        if finding.severity != "info":
+        if finding.severity != "info" and finding.code not in HABITS:
             for layer, head in finding.heads:
                 flags.setdefault(f"{layer},{head}", []).append(finding.code)
     for site in run["sites"]:

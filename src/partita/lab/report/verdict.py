@@ -8,6 +8,7 @@ from collections import Counter
 from partita.watch.findings import Finding
 from partita.watch.record import Record
 
+HABITS = ("LENGTH_DILUTION", "SINK_HEAD")  # of a model as a whole: no head is marked for them
 WORDS = {
     "HEAD_COLLAPSED": "collapsed",
     "HEAD_UNIFORM": "select nothing",
@@ -24,7 +25,7 @@ def sentence(record: Record, findings: list[Finding]) -> str:
         return "No attention was seen" + (", but the losses were." if record.losses else ".")
     watched = f"{heads} head{'s' if heads != 1 else ''} watched"
     faults = [f for f in findings if f.severity != "info"]
-    look = {h for f in faults for h in f.heads if f.code != "LENGTH_DILUTION"}
+    look = {h for f in faults for h in f.heads if f.code not in HABITS}
     parts = []
     for code, words in WORDS.items():
         found = [f for f in faults if f.code == code]

@@ -1,0 +1,194 @@
+"""What the native kernels promise one by one: ties, empty rows, NaN, accuracy, layouts, splits, checks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from partita._terms import Term
+from partita.engine import native
+
+from . import dense
+from .dense import Case
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason=f"no native library: {native.why_not()}")
+
+
+def simple(*shape: int, n_key: int | None = None, dtype: torch.dtype = torch.float32) -> Case:
+    *batch, n, d = shape
+    m = n if n_key is None else n_key
+    one = (1,) * len(batch)
+    query, key, value = (
+        torch.randn(shape, dtype=dtype),
+        torch.randn(*batch, m, d, dtype=dtype),
+        torch.randn(*batch, m, d, dtype=dtype),
+    )
+    scale = torch.full((*one, 1), d**-0.5, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    return Case(query, key, value, scale)
+
+
+def run(case: Case, *, rank: bool = False) -> native.Sums:
+    sums = native.reduce(*case.operands(), moments=True, rank=rank)  # type: ignore[arg-type]
+    assert sums is not None
+    return sums
+
+
+def causal(n: int, batch: int = 0) -> tuple[Term, ...]:
+    return (Term(stop=torch.arange(1, n + 1, dtype=torch.int32).expand(*(1,) * batch, n)),)
+
+
+@pytest.mark.parametrize("dim", [3, 64, 500])
+def test_a_copy_of_the_target_ties_with_it(dim: int) -> None:
+    key = torch.randn(700, dim).repeat_interleave(2, 0)  # every key twice: in other panels, tiles and blocks
+    key = key[torch.randperm(1400)]
+    query = torch.randn(40, dim)
+    score = query @ key.T
+    target = score.topk(2).indices[:, 1]  # the best key, by one of its two copies
+    for softcap in (None, 3.0):
+        bias = torch.full((1, 1400), 0.125) if softcap else None
+        case = Case(query, key, None, torch.full((1,), dim**-0.5), bias, target, (), softcap)
+        assert torch.equal(run(case, rank=True).rank, torch.zeros(40, dtype=torch.int64))
+
+
+def test_an_empty_row_has_neutral_sums_and_zero_gradients() -> None:
+    case = simple(5, 8)
+    stop = torch.tensor([0, 3, 0, 5, 1], dtype=torch.int32)
+    case = Case(case.query, case.key, case.value, case.scale, terms=(Term(stop=stop),))
+    sums = run(case)
+    empty = stop == 0
+    assert bool((sums.peak[empty] == float("-inf")).all())
+    assert not sums.mass[empty].any() and not sums.moment[empty].any() and not sums.count[empty].any()
+    nan = torch.where(empty, float("nan"), 1.0)  # what autograd may hand over for such a row
+    grads = native.reduce_backward(
+        *case.operands(), sums.peak, nan, nan, None, nan[:, None].expand(5, 8), None, (True, True, True, True, False)
+    )  # type: ignore[arg-type]
+    assert grads is not None
+    assert not grads.query[empty].any() and not grads.scale.isnan().any() and grads.key.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_reported_or_harmless(bad: float) -> None:
+    case = simple(33, 16, n_key=40)
+    case.key[35:] = bad
+    case.value[35:] = bad
+    assert native.reduce(*case.operands(), moments=True, rank=False) is None  # visible: never a silent number
+    clean = Case(case.query, case.key[:35], case.value[:35], case.scale)
+    hidden = Case(
+        case.query, case.key, case.value, case.scale, terms=(Term(stop=torch.full((33,), 35, dtype=torch.int32)),)
+    )
+    sums = native.reduce(*hidden.operands(), moments=True, rank=False)  # type: ignore[arg-type]
+    if sums is not None:  # None sends the caller to a backend that looks at every key
+        torch.testing.assert_close(sums.moment, run(clean).moment)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 200, 64), (1, 2, 700, 128), (4, 33, 24)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_error_is_at_most_twice_that_of_plain_torch(shape: tuple[int, ...], is_causal: bool) -> None:
+    case = simple(*shape)
+    n = shape[-2]
+    case = Case(case.query, case.key, case.value, case.scale, terms=causal(n, len(shape) - 2) if is_causal else ())
+    sums = run(case)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        s = q @ k.mT * q.shape[-1] ** -0.5
+        if is_causal:
+            s = s.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), float("-inf"))
+        return s.softmax(-1) @ v, s.logsumexp(-1)
+
+    exact = plain(case.query.double(), case.key.double(), case.value.double())
+    naive = plain(case.query, case.key, case.value)
+    mine = sums.moment / sums.mass[..., None], sums.peak + sums.mass.log()
+    for ours, theirs, truth in zip(mine, naive, exact, strict=True):
+        root = lambda x: (x.double() - truth).square().mean().sqrt().item()  # noqa: B023, E731
+        assert root(ours) <= 2 * root(theirs) + 1e-9
+
+
+def test_batch_first_layout_is_read_as_it_lies() -> None:
+    """(batch, n, heads, d) seen as (batch, heads, n, d): same numbers as a copy, bit for bit."""
+    qkv = [torch.randn(2, 70, 3, 32).transpose(1, 2) for _ in range(3)]
+    scale = torch.full((1, 1, 1), 0.2)
+    seen, copied = run(Case(*qkv, scale)), run(Case(*(x.contiguous() for x in qkv), scale))
+    assert all(torch.equal(a, b) for a, b in zip(seen, copied, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_one_row_against_a_long_cache(group: int) -> None:
+    query, key, value = torch.randn(2, group, 1, 64), torch.randn(2, 1, 5000, 64), torch.randn(2, 1, 5000, 64)
+    sums = run(Case(query, key, value, torch.full((1, 1, 1), 0.125)))
+    want = F.scaled_dot_product_attention(query.double(), key.double(), value.double())
+    torch.testing.assert_close((sums.moment / sums.mass[..., None]).double(), want, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("n_query", "n_key"), [(700, 30), (30, 3000), (300, 300)])
+def test_one_head_is_split_over_threads_with_one_result(n_query: int, n_key: int) -> None:
+    case = simple(n_query, 24, n_key=n_key, dtype=torch.float64)
+    bias = torch.randn(n_query, n_key, dtype=torch.float64)
+    case = Case(case.query, case.key, case.value, case.scale, bias, torch.randint(0, n_key, (n_query,)))
+    exact = case.exact()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            sums = run(case, rank=True)
+            want = dense.reduce(exact, sums.peak)
+            torch.testing.assert_close(sums.moment, want.moment.detach())
+            torch.testing.assert_close(sums.spread, want.spread.detach())
+            upstream = [
+                torch.randn_like(x) for x in (sums.mass, sums.first, sums.spread, sums.moment, sums.target_score)
+            ]
+            grads = native.reduce_backward(*case.operands(), sums.peak, *upstream, (True,) * 5)  # type: ignore[arg-type]
+            leaves = (exact.query, exact.key, exact.value, exact.scale, exact.bias)
+            for got, need in zip(grads, torch.autograd.grad(dense.total(want, upstream), leaves), strict=True):  # type: ignore[arg-type]
+                torch.testing.assert_close(got, need)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_operands_are_checked_before_a_pointer_is_passed() -> None:
+    case = simple(2, 5, 8)
+    q, k, v, scale = case.query, case.key, case.value, case.scale
+    wrong = [
+        (q, k.double(), v, scale, None, None, (), None),
+        (q, k[..., :7], v, scale, None, None, (), None),
+        (q, k, v[:, :4], scale, None, None, (), None),
+        (q, k[0], v, scale, None, None, (), None),
+        (q, torch.randn(3, 5, 8), v, scale, None, None, (), None),
+        (q, k, v, torch.ones(1, 4), None, None, (), None),
+        (q, k, v, scale, torch.zeros(1, 5, 4), None, (), None),
+        (q, k, v, scale, None, torch.zeros(1, 5, dtype=torch.int32), (), None),
+        (q, k, v, scale, None, None, (Term(stop=torch.zeros(1, 5)),), None),
+        (q, k, v, scale, None, None, (Term(), Term()), None),
+        (q, k, v, scale, None, None, (), -1.0),
+        (q, k, torch.empty(2, 5, 8, device="meta"), scale, None, None, (), None),
+    ]
+    for operands in wrong:
+        with pytest.raises((ValueError, TypeError)):
+            native.reduce(*operands, moments=True, rank=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_gives_the_same_numbers(isa: str) -> None:
+    """In a process of its own, since the choice is made once; a set the processor lacks falls back to a lesser one."""
+    code = (
+        "import torch; from tests.native.test_fuzz import check; from partita.engine import native\n"
+        "[check(seed) for seed in range(5000, 5025)]; print(native.load().isa)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PARTITA_ISA": isa}, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() in ("baseline", "avx2", "avx512")
+
+
+def test_a_missing_library_is_a_reason_and_not_an_error() -> None:
+    code = "from partita.engine import native; assert native.load() is None; print(native.why_not())"
+    env = {**os.environ, "PARTITA_NATIVE_LIBRARY": os.path.join(os.sep, "nowhere", "lib.so")}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "not there" in found.stdout
