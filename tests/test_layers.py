@@ -25,6 +25,7 @@ LAYERS = {
     "solve": 4,
     "gibbs": 4,
     "rows": 4,
+    "fused": 4,
     "losses": 5,
     "contrastive": 5,
     "attention": 5,
@@ -42,7 +43,14 @@ LAYERS = {
 }
 # In one layer, who stands on whom: supports are made of terms, scales count a support, a distribution solves its scale,
 # the rows of a loss are read off a distribution.
-BESIDE = {("support", "_terms"), ("scale", "_terms"), ("scale", "support"), ("gibbs", "solve"), ("rows", "gibbs")}
+BESIDE = {
+    ("support", "_terms"),
+    ("scale", "_terms"),
+    ("scale", "support"),
+    ("gibbs", "solve"),
+    ("rows", "gibbs"),
+    ("fused", "gibbs"),
+}
 # Faces read a distribution and never its engine, but the two types that their signatures name.
 FACES = ("losses", "contrastive", "attention", "theory", "metrics")
 PUBLIC_TYPES = {"Stats", "State"}

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from partita import adapters as adapters
     from partita import contrastive as contrastive
     from partita import engine as engine
     from partita import errors as errors
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from partita import theory as theory
     from partita.attention import attention as attention
     from partita.calibration import fit_temperature as fit_temperature
+    from partita.contrastive import ContrastStats as ContrastStats
     from partita.contrastive import clip_loss as clip_loss
     from partita.contrastive import info_nce_loss as info_nce_loss
+    from partita.contrastive import joint_loss as joint_loss
     from partita.contrastive import nt_xent_loss as nt_xent_loss
     from partita.contrastive import siglip_loss as siglip_loss
     from partita.contrastive import supcon_loss as supcon_loss
@@ -38,21 +41,27 @@ if TYPE_CHECKING:
     from partita.gibbs import Gibbs as Gibbs
     from partita.gibbs import explain as explain
     from partita.interception import replace_sdpa as replace_sdpa
+    from partita.losses import LossStats as LossStats
     from partita.losses import cross_entropy as cross_entropy
+    from partita.losses import distillation_loss as distillation_loss
     from partita.losses import focal_loss as focal_loss
     from partita.losses import linear_cross_entropy as linear_cross_entropy
+    from partita.losses import linear_distillation_loss as linear_distillation_loss
     from partita.losses import mae_loss as mae_loss
     from partita.losses import mse_loss as mse_loss
     from partita.losses import nce_loss as nce_loss
+    from partita.losses import weighted_cross_entropy as weighted_cross_entropy
     from partita.solve import solve_scale as solve_scale
-    from partita.theory.information import mutual_information_bound as mutual_information_bound
+    from partita.theory import mutual_information_bound as mutual_information_bound
     from partita.watch import load_record as load_record
     from partita.watch import watch as watch
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "ContrastStats": "contrastive",
     "Gibbs": "gibbs",
+    "LossStats": "losses",
     "State": "engine",
     "Stats": "engine",
     "attention": "attention",
@@ -60,16 +69,19 @@ _HOME = {
     "backends": "engine",
     "clip_loss": "contrastive",
     "cross_entropy": "losses",
+    "distillation_loss": "losses",
     "explain": "gibbs",
     "fit_temperature": "calibration",
     "focal_loss": "losses",
     "info_nce_loss": "contrastive",
+    "joint_loss": "contrastive",
     "linear_cross_entropy": "losses",
+    "linear_distillation_loss": "losses",
     "load_record": "watch",
     "mae_loss": "losses",
     "merge": "engine",
     "mse_loss": "losses",
-    "mutual_information_bound": "theory.information",
+    "mutual_information_bound": "theory",
     "nce_loss": "losses",
     "nt_xent_loss": "contrastive",
     "replace_sdpa": "interception",
@@ -77,8 +89,21 @@ _HOME = {
     "solve_scale": "solve",
     "supcon_loss": "contrastive",
     "watch": "watch",
+    "weighted_cross_entropy": "losses",
 }
-_MODULES = ("contrastive", "engine", "errors", "hf", "losses", "metrics", "nn", "scale", "support", "theory")
+_MODULES = (
+    "adapters",
+    "contrastive",
+    "engine",
+    "errors",
+    "hf",
+    "losses",
+    "metrics",
+    "nn",
+    "scale",
+    "support",
+    "theory",
+)
 __all__ = sorted([*_HOME, *_MODULES])
 
 

@@ -58,10 +58,10 @@ def peak_bytes(call: str, n: int, d: int, timeout_s: float = 300, **environment:
     ],
 )
 def test_no_matrix_is_held(call):
-    """n = 4096: the matrix alone is 64 MB, its gradient as much again."""
+    """n = 4096: less than the matrix alone, 64 MB; a dense loss holds it several times."""
     # Blocks of a few MB go back to the system when they are freed: what is held is measured, not what malloc keeps.
     extra = peak_bytes(call, 4096, 16, MALLOC_MMAP_THRESHOLD_="1000000")
-    assert extra < 40 * MB, f"{extra / MB:.0f} MB"
+    assert extra < 60 * MB, f"{extra / MB:.0f} MB"
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ def test_a_saved_record_is_the_record(tmp_path: Path) -> None:
     for a, b in zip(first.rows(), second.rows(), strict=True):
         assert a.keys() == b.keys()
         assert all(a[c] == pytest.approx(b[c], rel=1e-8, nan_ok=True) for c in COLUMNS)
+    assert (back.maps[0]["step"], back.maps[0]["rows"], back.maps[0]["n_key"]) == (0, 6, 6)
     assert (
         back.maps[0]["data"] == first.maps[0]["data"] and back.coverage["short"] == "1 of 1 attention modules observed"
     )

@@ -13,6 +13,7 @@ from partita.contrastive.candidates import Bank, positive_score
 from partita.contrastive.readout import readout, similarity_moments
 from partita.engine import Stats
 from partita.errors import ValueRangeError
+from partita.fused import diagonal_nll
 from partita.gibbs import Gibbs, surprise
 from partita.rows import reduce_rows
 
@@ -22,10 +23,9 @@ __all__ = ["diagonal_loss", "row_and_column_nll"]
 def row_and_column_nll(
     query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # (n,), (n,)
-    """-log p of the diagonal by rows and by columns of one score matrix.
-
-    Two passes today; a backend that reads row and column sums off the same tile plugs in here.
-    """
+    """-log p of the diagonal by rows and by columns of one score matrix."""
+    if bias is None:
+        return diagonal_nll(query, key, scale)
     own = torch.arange(query.shape[0], device=query.device)
     rows = Gibbs(query, key, scale=scale, bias=bias)._pass(target=own, statistics=False)
     columns = Gibbs(key, query, scale=scale, bias=bias)._pass(target=own, statistics=False)

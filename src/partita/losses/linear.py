@@ -9,6 +9,7 @@ from partita import _checks
 from partita._overrides import overridable
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError
+from partita.fused import total_nll
 from partita.gibbs import Gibbs, surprise
 from partita.losses.head import Head, weighted_scores
 from partita.losses.objective import Options, Terms
@@ -89,9 +90,11 @@ def weighted_nll(gibbs: Gibbs, target: Tensor, terms: Terms, total: Tensor | Non
     Every coefficient is known before the pass, so this is the place where a backend may compute the gradients while it
     goes forward.
     """
-    sums = gibbs._pass(target=target, statistics=False)
-    options = Options(gibbs.key.shape[-2])
-    out = terms.rows(surprise(sums), sums.state, options).sum()
+    if terms.linear is None:
+        out = total_nll(gibbs, target, terms.weigh(terms.on_target))
+    else:
+        sums = gibbs._pass(target=target, statistics=False)
+        out = terms.rows(surprise(sums), sums.state, Options(gibbs.key.shape[-2])).sum()
     return out if total is None else out / torch.where(total == 0, torch.ones_like(total), total)
 
 

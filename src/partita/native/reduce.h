@@ -214,7 +214,7 @@ inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row
   if (to.second) static_cast<A*>(to.second)[i] = spread;
   if (to.count) to.count[i] = count;
   if (to.rank) to.rank[i] = rank;
-  if (to.target_score) static_cast<A*>(to.target_score)[i] = target * ln2;
+  if (to.target_score) static_cast<A*>(to.target_score)[i] = static_cast<A>(static_cast<double>(target) * LN2);  // rounds as the peak does
   A probe = mass * 0 + first * 0 + spread * 0;
   if (peak > neg_inf<A>()) probe += peak * 0;
   if (to.moment) {

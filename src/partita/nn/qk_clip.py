@@ -38,7 +38,8 @@ def qk_clip_(module: MultiheadAttention, seen: Stats | Tensor, tau: float = 100.
         top = top.movedim(-2, 0).flatten(1).amax(1)
     if top.shape != (heads,):
         raise ShapeError(f"seen must have {heads} heads second from the right; got {tuple(top.shape)}.")
-    factor = (tau / top.clamp(min=tau)).nan_to_num(1.0)
+    # tensor by tensor: torch takes number / tensor as a product with the reciprocal, and tau / tau would not be 1
+    factor = (torch.full_like(top, tau) / top.clamp(min=tau)).nan_to_num(1.0)
     key = factor.unflatten(0, (-1, groups)).amin(1).sqrt()
     query = factor / key.repeat_interleave(groups)
     weights, biases = module.projections()
