@@ -125,7 +125,7 @@ class _Diagonal(torch.autograd.Function):
         assert columns.mass is not None
         return (
             rows.mass.log() + (rows.peak.to(score.dtype) - score),
-            columns.mass.log() + (columns.peak - score),
+            columns.mass.log() + (columns.peak.to(score.dtype) - score),
         )
 
     @staticmethod

@@ -111,7 +111,7 @@ def attention(
 
 def finish(state: State, value: Tensor, sink: Tensor | None, return_stats: bool) -> Tensor | tuple[Tensor, Stats]:
     """The mean value, with a sink in its denominator, in the dtype torch would return."""
-    out = state.expectation()
+    out = state.expectation(consume=True)
     if sink is not None:
         out = out * (1 - state.sink_mass(_per_row(sink, state.mass)))[..., None]
     out = out.to(_output_dtype(value))

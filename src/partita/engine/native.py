@@ -70,7 +70,7 @@ class Sums(NamedTuple):
 class ColumnSums(NamedTuple):
     """Sums over rows for each key, relative to the key's peak; in backward, upstream gradients after `peak`."""
 
-    peak: Tensor  # (K,)
+    peak: Tensor  # (K,) float64
     mass: Tensor | None  # (K,)
     first: Tensor | None  # (K,)
     second: Tensor | None  # (K,)
@@ -209,11 +209,12 @@ def _checked(columns: ColumnSums | None, call: _Call, acc: torch.dtype) -> tuple
         return (None,) * 4
     if math.prod(call.batch) != 1:
         raise ValueError(f"column sums need a single batch entry; got batch {call.batch}")
-    for x in columns:
+    for i, x in enumerate(columns):
+        dtype = acc if i else torch.float64  # the peak comes first
         if x is not None and (
-            x.dtype != acc or tuple(x.shape) != (call.n_key,) or not x.is_contiguous() or not x.is_cpu
+            x.dtype != dtype or tuple(x.shape) != (call.n_key,) or not x.is_contiguous() or not x.is_cpu
         ):
-            raise ValueError(f"column sums must be contiguous {acc} ({call.n_key},); got {x.dtype}, {tuple(x.shape)}")
+            raise ValueError(f"column sums must be contiguous {dtype} ({call.n_key},); got {x.dtype}, {tuple(x.shape)}")
     return tuple(columns)
 
 

@@ -151,7 +151,9 @@ def reduce_both(
 ) -> tuple[native.Sums, native.ColumnSums] | None:
     """Sums of every row over keys and of every key over rows, from one product; None where one is not finite."""
     acc = torch.float64 if query.dtype == torch.float64 else torch.float32
-    columns = native.ColumnSums(*(torch.empty(key.shape[0], dtype=acc) for _ in range(4)))
+    n = key.shape[0]
+    sums_of = (torch.empty(n, dtype=acc) for _ in range(3))
+    columns = native.ColumnSums(torch.empty(n, dtype=torch.float64), *sums_of)
     if not query.shape[0] or not key.shape[0]:
         columns.peak.fill_(float("-inf"))
         for x in columns[1:]:

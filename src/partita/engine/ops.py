@@ -352,7 +352,7 @@ def run(request: Request) -> Sums:
     """One differentiable pass over a request."""
     support, layout = pack(request.terms)
     name = "" if torch.compiler.is_compiling() else registry.current()
-    if name:
+    if name not in ("", "auto"):
         registry.choose(request, name)  # a backend named by the user that cannot serve says so now
     plan = Plan(layout, request.softcap, request.cap_bias, request.rank, request.statistics, name)
     tensors = (request.query, request.key, request.value, request.scale, request.bias, request.target, *support)

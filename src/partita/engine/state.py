@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita._checks import broadcast_batch
+from partita._checks import broadcast_batch, has_values
 from partita.errors import ShapeError
 
 __all__ = ["LOWEST", "State", "Stats", "autocasts", "centre", "merge", "product"]
@@ -129,11 +129,14 @@ class State:
         """Number of keys seen."""
         return self.count.detach()
 
-    def expectation(self) -> Tensor:  # (..., Q, V)
-        """E[value]; 0 on an empty row."""
+    def expectation(self, *, consume: bool = False) -> Tensor:  # (..., Q, V)
+        """E[value]; 0 on an empty row. `consume` may reuse the moment's memory, for a state that is read just once."""
         if self.moment is None:
             raise ShapeError("this state holds no value; make it with gibbs.state(value).")
-        return self.moment / torch.where(self.empty(), torch.ones_like(self.mass), self.mass)[..., None]
+        mass = torch.where(self.empty(), torch.ones_like(self.mass), self.mass)[..., None]
+        if consume and not self.moment.requires_grad and has_values(self.moment):
+            return self.moment.div_(mass)
+        return self.moment / mass
 
     def sink_mass(self, sink: Tensor) -> Tensor:
         """The share of a sink, a key of score `sink` and value 0: exp(sink) / (exp(sink) + Z)."""

@@ -158,11 +158,11 @@ template <class A>
 void pack_columns(const PartitaGradients& g, int64_t K, int64_t padded, A* to) {
   const A ln2 = static_cast<A>(LN2);
   for (int64_t j = 0; j < padded; ++j) {
-    const A peak = j < K ? static_cast<const A*>(g.col_peak)[j] : neg_inf<A>();
-    const bool empty = peak == neg_inf<A>();
+    const double peak = j < K ? static_cast<const double*>(g.col_peak)[j] : neg_inf<double>();
+    const bool empty = peak == neg_inf<double>();
     const auto given = [&](const void* x) { return x && !empty ? static_cast<const A*>(x)[j] : A(0); };
     const A g1 = given(g.col_first), g2 = given(g.col_second);
-    to[j] = empty ? A(0) : peak * static_cast<A>(LOG2E);
+    to[j] = empty ? A(0) : static_cast<A>(peak * LOG2E);
     to[padded + j] = given(g.col_mass) + g1;
     to[2 * padded + j] = (g1 + 2 * g2) * ln2;
     to[3 * padded + j] = g2 * ln2 * ln2;

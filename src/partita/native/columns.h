@@ -52,7 +52,7 @@ inline void add_columns(const A* s, int m, int begin, int end, int64_t key, cons
   }
 }
 
-// One finished column, in natural units and relative to the peak as it is rounded there.
+// One finished column, in natural units; the peak in double, as for rows.
 template <class A>
 inline bool finish_column(A* parts, int64_t pieces, int64_t padded, int64_t j, const PartitaSums& to) {
   A peak = neg_inf<A>(), mass = 0, first = 0, second = 0;
@@ -70,17 +70,11 @@ inline bool finish_column(A* parts, int64_t pieces, int64_t padded, int64_t j, c
     second += part.second[j];
   }
   const A ln2 = static_cast<A>(LN2);
-  A natural = peak;
-  if (peak > neg_inf<A>()) {
-    natural = peak * ln2;
-    const A d = peak - natural * static_cast<A>(LOG2E);
-    shift<A>(d, exp2_one<A>(d), &mass, &first, &second, 1);
-  }
-  static_cast<A*>(to.col_peak)[j] = natural;
+  static_cast<double*>(to.col_peak)[j] = static_cast<double>(peak) * LN2;
   static_cast<A*>(to.col_mass)[j] = mass;
   static_cast<A*>(to.col_first)[j] = first * ln2;
   static_cast<A*>(to.col_second)[j] = second * ln2 * ln2;
-  return (mass + first + second + (natural > neg_inf<A>() ? natural : A(0))) * 0 == 0;
+  return (mass + first + second + (peak > neg_inf<A>() ? peak : A(0))) * 0 == 0;
 }
 
 }  // namespace PARTITA_ISA

@@ -27,7 +27,8 @@ struct PartitaProblem {
   PartitaOperand query, key, value, scale, bias, target, start, stop, query_segment, key_segment, mask;
 };
 
-// Row outputs are contiguous (B, Q), moment (B, Q, V); null where not wanted.
+// Row outputs are contiguous (B, Q), moment (B, Q, V); null where not wanted. Peaks are double, second is about the mean
+// (columns: about the peak), the rest in the accumulation dtype.
 struct PartitaSums {
   void *peak, *mass, *first, *second, *moment, *target_score;
   int64_t *count, *rank;
