@@ -126,10 +126,13 @@ def _search(at: Callable[[Tensor], State], target: Tensor, n: Tensor, sigma: Ten
     high = torch.full_like(x, torch.inf)  # here it is below
     done = flat.clone()
     capped = torch.zeros_like(flat)
+    best, least = x, torch.full_like(x, torch.inf)  # in float32 a row may reach its noise before the tolerance
     for _ in range(_STEPS):
         state = at(torch.where(flat, torch.zeros_like(x), x.exp()))
         miss = state.entropy() - target
         close = miss.abs() <= tolerance * (1 + target)
+        nearer = miss.abs() < least
+        best, least = torch.where(nearer, x, best), torch.where(nearer, miss.abs(), least)
         capped = capped | (~done & (miss > 0) & ~close & (x >= cap))
         done = done | close | capped | miss.isnan()
         if bool(done.all()):
@@ -141,5 +144,5 @@ def _search(at: Callable[[Tensor], State], target: Tensor, n: Tensor, sigma: Ten
         inside = (step > low) & (step < high)  # false also where the step is nan
         following = torch.where(inside, step, middle).clamp(max=cap)
         x = torch.where(done, x, following)
-    scale = torch.where(flat, torch.zeros_like(x), x.exp())
+    scale = torch.where(flat, torch.zeros_like(x), torch.where(capped, x, best).exp())
     return scale, ~flat & ~capped

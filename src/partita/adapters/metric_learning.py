@@ -37,7 +37,7 @@ class _Loss(nn.Module):
         return self.loss(embeddings, labels, ref_emb, ref_labels)
 
     def loss(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None, ref_labels: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        raise TypeError("abstract: use one of the losses below.")
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}"

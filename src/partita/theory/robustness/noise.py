@@ -18,17 +18,17 @@ class Noise:
 
     def exponential_moment(self) -> Tensor:
         """E[exp(noise)]."""
-        raise NotImplementedError
+        raise TypeError("Noise is abstract; use GaussianNoise, UniformNoise or LaplaceNoise.")
 
     def cv2(self) -> Tensor:
         """Squared coefficient of variation of exp(noise): Var(e^noise) / E[e^noise]^2."""
-        raise NotImplementedError
+        raise TypeError("Noise is abstract; use GaussianNoise, UniformNoise or LaplaceNoise.")
 
     def sample(
         self, *shape: int, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float64
     ) -> Tensor:
         """Independent draws."""
-        raise NotImplementedError
+        raise TypeError("Noise is abstract; use GaussianNoise, UniformNoise or LaplaceNoise.")
 
 
 @dataclass(frozen=True)
