@@ -223,3 +223,12 @@ def test_inference_mode_works():
 def test_small_integers_are_targets_too():
     p = problem(5, 7)
     assert torch.equal(p.gibbs().nll(p.target.int()), p.gibbs().nll(p.target))
+
+
+def test_a_value_that_brings_the_batch_leaves_the_gradient_of_the_statistics_right():
+    """The rows are copies along the value's batch, and their gradients add up."""
+    query, key = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 7))
+    state = partita.Gibbs(query, key).state(torch.randn(3, 7, 2, dtype=torch.float64))
+    (found,) = torch.autograd.grad(state.entropy().sum(), query)
+    (alone,) = torch.autograd.grad(partita.Gibbs(query, key).entropy().sum(), query)
+    torch.testing.assert_close(found, 3 * alone)

@@ -323,6 +323,11 @@ def reduce_backward(
     batch, Q, K, D = call.batch, call.n_query, call.n_key, query.shape[-1]
     V = value.shape[-1] if value is not None else 0
     rows, dims = (*batch, Q), len(batch)
+    if value is None and value_like is not None and tuple(peak.shape) != rows:
+        # batch entries that only the value has, while nobody differentiates it: copies, whose gradients add up
+        peak = peak[tuple(slice(0, n) for n in rows)]
+        sums = (None if g is None else g.sum_to_size(rows) for g in (g_mass, g_first, g_second, g_target))
+        g_mass, g_first, g_second, g_target = sums
 
     def given(g: Tensor | None, shape: tuple[int, ...], name: str) -> Tensor | None:
         if g is None:
