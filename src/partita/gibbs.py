@@ -134,15 +134,21 @@ class Gibbs:
         return torch.is_grad_enabled(), *versions
 
     def _pass(
-        self, value: Tensor | None = None, target: Tensor | None = None, *, rank: bool = False, statistics: bool = True
+        self,
+        value: Tensor | None = None,
+        target: Tensor | None = None,
+        *,
+        rank: bool = False,
+        statistics: bool = True,
+        mean: bool = False,
     ) -> Sums:
         """A pass with these extras, remembered for later reads of the row statistics."""
         ready = self._ready()
-        request = engine.extend(ready, value=value, target=target, rank=rank, statistics=statistics)
+        request = engine.extend(ready, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
         if request is None:  # the value or the target brings batch dimensions of its own
             rows = [t.shape[:-tail] for t, tail in ((value, 2), (target, 1)) if t is not None]
             wider = self._request(self._passes.scale, broadcast(*rows))
-            request = engine.extend(wider, value=value, target=target, rank=rank, statistics=statistics)
+            request = engine.extend(wider, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
             assert request is not None
         sums = engine.reduce(request)
         if not torch.compiler.is_compiling():
@@ -207,7 +213,16 @@ class Gibbs:
 
     def expectation(self, value: Tensor) -> Tensor:  # (..., n_query, dim_value)
         """E[value_j] under p(.|i), for value (..., n_key, dim_value); 0 on an empty support."""
-        return self.state(value).expectation().to(engine.output_dtype(value))
+        return self.mean(value)[0].to(engine.output_dtype(value))
+
+    def mean(self, value: Tensor, *, statistics: bool = True) -> tuple[Tensor, State]:  # (..., n_query, dim_value)
+        """E[value_j] in the dtype of the sums, and the state of the rows it was read from, which holds no value.
+
+        One pass over the values less than `state(value).expectation()`; statistics as for `state`.
+        """
+        sums = self._pass(value, statistics=statistics, mean=True)
+        assert sums.mean is not None
+        return sums.mean, sums.state
 
     def state(self, value: Tensor | None = None, *, statistics: bool = True) -> State:
         """The mergeable state of these keys; `partita.merge` joins those of other keys of the same queries.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from partita._terms import Term
 from partita.engine import native
+from tests.tolerances import assert_no_worse_than_naive
 
 from . import dense
 from .dense import Case
@@ -192,3 +193,30 @@ def test_a_missing_library_is_a_reason_and_not_an_error() -> None:
     found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert "not there" in found.stdout
+
+
+@pytest.mark.parametrize("shape", ["late", "rising", "hidden first"])
+def test_a_variance_keeps_its_digits_wherever_the_peak_comes(shape: str) -> None:
+    """A centre set by keys that turn out not to matter must give way: about it, a narrow row's variance cancels."""
+    n = 4000
+    score = 0.1 * torch.randn(6, n)
+    if shape == "late":
+        score[:, 3000:3005] += 14.0
+    if shape == "rising":
+        score += torch.linspace(0.0, 40.0, n)
+    start = torch.full((6,), 2500, dtype=torch.int32)
+    terms = (Term(start=start),) if shape == "hidden first" else ()
+    score = score - 100.0 if terms else score
+    sums = native.reduce(
+        torch.ones(6, 1), torch.zeros(n, 1), None, torch.ones(1), score, None, terms, None, moments=True, rank=False
+    )
+    assert sums is not None
+    assert sums.stats is not None
+    seen = score[:, 2500:] if terms else score
+
+    def variance(s: Tensor) -> Tensor:
+        p = s.softmax(-1)
+        return (p * (s - (p * s).sum(-1, keepdim=True)) ** 2).sum(-1)
+
+    truth = variance(seen.double())
+    assert_no_worse_than_naive(sums.stats[3], variance(seen), truth)

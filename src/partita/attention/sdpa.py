@@ -105,13 +105,16 @@ def attention(
         known = problem.resolved()
         state = states_by_rows(lambda rows: known.rows(rows).state(value), known.blocks(value))
     else:
-        state = problem.gibbs().state(value, statistics=return_stats)
+        mean, state = problem.gibbs().mean(value, statistics=return_stats)
+        return finish(state, value, sink, return_stats, mean)
     return finish(state, value, sink, return_stats)
 
 
-def finish(state: State, value: Tensor, sink: Tensor | None, return_stats: bool) -> Tensor | tuple[Tensor, Stats]:
+def finish(
+    state: State, value: Tensor, sink: Tensor | None, return_stats: bool, mean: Tensor | None = None
+) -> Tensor | tuple[Tensor, Stats]:
     """The mean value, with a sink in its denominator, in the dtype torch would return."""
-    out = state.expectation(consume=True)
+    out = state.expectation(consume=True) if mean is None else mean
     if sink is not None:
         out = out * (1 - state.sink_mass(_per_row(sink, state.mass)))[..., None]
     out = out.to(_output_dtype(value))

@@ -26,7 +26,7 @@ __all__ = ["ColumnSums", "Gradients", "Library", "Sums", "load", "reduce", "redu
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _PROBLEM = struct.Struct("5q4id44q")
-_SUMS = struct.Struct("12q")
+_SUMS = struct.Struct("14q")
 _GRADIENTS = struct.Struct("23q")
 _NOTHING = (0, 0, 0, 0)
 _FINITE, _NOT_FINITE, _NO_MEMORY = 0, 1, 2
@@ -61,10 +61,11 @@ class Sums(NamedTuple):
     mass: Tensor  # (*b, Q)
     first: Tensor | None  # (*b, Q)
     spread: Tensor | None  # (*b, Q): the second moment about the row's mean
-    moment: Tensor | None  # (*b, Q, V)
-    count: Tensor  # type: ignore[assignment]  # (*b, Q) int64; hides tuple.count
+    moment: Tensor | None  # (*b, Q, V), or the mean value where that was asked for
+    count: Tensor  # type: ignore[assignment]  # (*b, Q); hides tuple.count
     target_score: Tensor | None  # (*b, Q)
     rank: Tensor | None  # (*b, Q) int64
+    stats: Tensor | None = None  # (5, *b, Q): log Z, entropy, mean, variance and maximum of the score
 
 
 class ColumnSums(NamedTuple):
@@ -241,10 +242,12 @@ def reduce(
     *,
     moments: bool,
     rank: bool,
+    mean: bool = False,
     columns: ColumnSums | None = None,
 ) -> Sums | None:
     """Row sums over the visible keys; None where a result is not finite.
 
+    `mean` divides the moment by the mass, in the same pass.
     With `columns`, the sums of every key over the rows that see it are written there, from the same products.
 
     A NaN or infinity in a key or value that some row may not see can end up in that row (0 * NaN), so a result that is
@@ -257,14 +260,15 @@ def reduce(
     first = torch.empty(rows, dtype=acc) if moments else None
     spread = torch.empty(rows, dtype=acc) if moments else None
     moment = torch.empty((*rows, value.shape[-1]), dtype=acc) if value is not None else None
-    count = torch.empty(rows, dtype=torch.int64)
+    count = torch.empty(rows, dtype=acc)
     score = torch.empty(rows, dtype=acc) if target is not None else None
+    stats = torch.empty((5, *rows), dtype=acc) if moments else None
     ranks = torch.empty(rows, dtype=torch.int64) if rank and target is not None else None
     outputs = (peak, mass, first, spread, moment, score, count, ranks, *_checked(columns, call, acc))
-    outcome = handle.partita_reduce(problem, _SUMS.pack(*map(_address, outputs)))
+    outcome = handle.partita_reduce(problem, _SUMS.pack(*map(_address, outputs), _address(stats), mean))
     if outcome == _NO_MEMORY:
         raise MemoryError("the native backend could not allocate its scratch memory")
-    return Sums(peak, mass, first, spread, moment, count, score, ranks) if outcome == _FINITE else None
+    return Sums(peak, mass, first, spread, moment, count, score, ranks, stats) if outcome == _FINITE else None
 
 
 class Gradients(NamedTuple):

@@ -16,7 +16,7 @@ from partita._checks import broadcast
 from partita._terms import Term, window_mask
 from partita.engine import native, tiled
 from partita.engine.request import Request
-from partita.engine.state import State
+from partita.engine.state import State, Stats
 from partita.engine.tile import Upstream
 from partita.engine.tiled import Sums
 
@@ -83,13 +83,22 @@ def forward(request: Request) -> Sums:
         request.softcap,
         moments=request.statistics,
         rank=request.rank,
+        mean=request.mean,
     )
     if found is None:
         return tiled.forward(request)
     first = found.mass if found.first is None else found.first
     spread = found.mass if found.spread is None else found.spread
-    state = State(found.peak, found.mass, first, spread, found[5].to(found.mass.dtype), found.moment)
-    return Sums(state, found.target_score, found.rank)
+    moment = None if request.mean else found.moment
+    state = State(found.peak, found.mass, first, spread, found[5], moment, _known(found))
+    return Sums(state, found.target_score, found.rank, found.moment if request.mean else None)
+
+
+def _known(found: native.Sums) -> Stats | None:
+    if found.stats is None:
+        return None
+    log_partition, entropy, mean, variance, top = found.stats.unbind()
+    return Stats(log_partition, entropy, mean, variance, top, found[5])
 
 
 def backward(request: Request, peak: Tensor, g: Upstream, needs: tuple[bool, ...]) -> dict[str, Tensor]:

@@ -42,6 +42,7 @@ class Request:
     groups: int = 1  # queries per key head; the last batch dimension was split by it
     rank: bool = False
     statistics: bool = True  # first and second moments of the score
+    mean: bool = False  # E[value] is wanted, not the moment it comes from
 
     @property
     def n_query(self) -> int:
@@ -128,6 +129,7 @@ def extend(
     target: Tensor | None = None,
     rank: bool = False,
     statistics: bool = True,
+    mean: bool = False,
 ) -> Request | None:
     """The same request with a value or a target; None if they have more batch dimensions than it."""
     n_batch = request.query.dim() - 2 - (request.groups > 1)
@@ -149,7 +151,7 @@ def extend(
     named += [("value", value.shape[:-2])] if value is not None else []
     named += [("target", target.shape[:-1])] if target is not None else []
     _checks.broadcast_batch(named)
-    return replace(request, value=value, target=target, rank=rank, statistics=statistics)
+    return replace(request, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
 
 
 def _check_value(value: Tensor, request: Request) -> None:

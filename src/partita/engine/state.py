@@ -50,6 +50,7 @@ class State:
     spread: Tensor  # (..., Q)
     count: Tensor  # (..., Q)
     moment: Tensor | None = None  # (..., Q, V)
+    known: Stats | None = None  # what `stats` gives, where the pass has worked it out; such sums have no gradient
 
     @staticmethod
     def of(scores: Tensor, value: Tensor | None = None) -> State:  # (..., Q, K), (..., K, V)
@@ -144,6 +145,8 @@ class State:
 
     def stats(self) -> Stats:
         """All row statistics; what they share is computed once."""
+        if self.known is not None:
+            return self.known
         log_mass, mean = self.log_mass(), self._mean(self.first)
         score = torch.where(self.empty(), torch.zeros_like(self.peak), self.peak + mean)
         return Stats(

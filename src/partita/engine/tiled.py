@@ -6,7 +6,7 @@ they fit. `dense` is the same loop with a single tile.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ class Sums(NamedTuple):
     state: State
     target_score: Tensor | None
     rank: Tensor | None
+    mean: Tensor | None = None  # E[value], where the request asks for it and not for the moment
 
 
 def _neutral(request: Request, n_query: int) -> State:
@@ -82,7 +83,8 @@ def _stack(parts: list[Sums], request: Request) -> Sums:
     if not parts:
         empty = _neutral(request, 0)
         none = None if request.target is None else empty.peak.clone()
-        return Sums(empty, none, torch.zeros_like(empty.peak, dtype=torch.int64) if request.rank else None)
+        rank_none = torch.zeros_like(empty.peak, dtype=torch.int64) if request.rank else None
+        return _averaged(Sums(empty, none, rank_none), request)
 
     def rows(name: str) -> Tensor:
         return torch.cat([getattr(part.state, name) for part in parts], -1)
@@ -93,7 +95,15 @@ def _stack(parts: list[Sums], request: Request) -> Sums:
     state = State(rows("peak"), rows("mass"), rows("first"), rows("spread"), rows("count"), moment)
     target = [part.target_score for part in parts if part.target_score is not None]
     rank = [part.rank for part in parts if part.rank is not None]
-    return Sums(state, torch.cat(target, -1) if target else None, torch.cat(rank, -1) if rank else None)
+    found = Sums(state, torch.cat(target, -1) if target else None, torch.cat(rank, -1) if rank else None)
+    return _averaged(found, request)
+
+
+def _averaged(sums: Sums, request: Request) -> Sums:
+    """The mean value in the moment's place, where that is what was asked for."""
+    if not request.mean:
+        return sums
+    return sums._replace(state=replace(sums.state, moment=None), mean=sums.state.expectation(consume=True))
 
 
 class Accumulator:

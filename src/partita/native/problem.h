@@ -30,9 +30,11 @@ struct PartitaProblem {
 // Row outputs are contiguous (B, Q), moment (B, Q, V); null where not wanted. Peaks are double, second is about the mean
 // (columns: about the peak), the rest in the accumulation dtype.
 struct PartitaSums {
-  void *peak, *mass, *first, *second, *moment, *target_score;
-  int64_t *count, *rank;
+  void *peak, *mass, *first, *second, *moment, *target_score, *count;
+  int64_t* rank;
   void *col_peak, *col_mass, *col_first, *col_second;  // (K) sums over rows, all or none; only where B is 1
+  void* stats;   // (5, B, Q): log Z, entropy, mean, variance and maximum of the score
+  int64_t mean;  // moment is given divided by the mass: the mean value
 };
 
 // Upstream gradients and results, all contiguous in the accumulation dtype; null where absent or not wanted.

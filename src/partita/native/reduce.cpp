@@ -35,8 +35,7 @@ void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles
   for (int64_t r = 0; r < task.rows; ++r) {
     const int64_t f = task.first + r;
     t.row[r] = make_row(p, call.plan.entries[call.plan.begin[task.group] + f / p.Q], f % p.Q);
-    t.peak[r] = neg_inf<A>();
-    t.centre[r] = 0;
+    t.peak[r] = t.base[r] = neg_inf<A>();
     t.count[r] = t.rank[r] = 0;
     t.target[r] = neg_inf<A>();
   }
@@ -44,6 +43,7 @@ void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles
   std::memset(t.mass, 0, lanes);
   std::memset(t.first, 0, lanes);
   std::memset(t.second, 0, lanes);
+  std::memset(t.centre, 0, lanes);
   if (call.to.moment) std::memset(t.moment, 0, sizeof(A) * static_cast<size_t>(task.rows * call.Vp));
   const Rows keys = p.K ? call.keys(task.group) : Rows{};
   for (int64_t i = 0; i < tiles; ++i) {
@@ -70,9 +70,14 @@ bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
   for (int64_t r = 0; r < task.rows; ++r) {
     const Row& row = t.row[r];
     const A mass = V::sum(V::load(t.mass + r * V::W)), first = V::sum(V::load(t.first + r * V::W));
-    // from the centre to the mean: what is taken off is small, since the centre was near it
-    const A off = mass > 0 ? first / mass + (t.peak[r] - t.centre[r]) : A(0);
-    const A about = V::sum(V::load(t.second + r * V::W)) - off * off * mass, second = about < 0 ? A(0) : about;
+    A second = 0;
+    if (call.moments && mass > 0) {
+      // from the lanes' centres to the mean of all: what is taken off is small, since they were near it
+      const typename V::T peak = V::set(t.peak[r]), mean = V::set(t.peak[r] + first / mass);
+      const A about = V::sum(recentre<A>(V::load(t.second + r * V::W), V::load(t.first + r * V::W), V::load(t.mass + r * V::W), peak,
+                                         V::load(t.centre + r * V::W), mean));
+      second = about < 0 ? A(0) : about;
+    }
     int64_t count = t.count[r];
     if (!counted) {
       const int64_t lo = row.start > task.key_begin ? row.start : task.key_begin;

@@ -4,7 +4,9 @@
 // rows the inner one (their scores stay in L1): product, softcap/bias/mask, peak, exponentials with mass, first and second,
 // then the product with the values. Sums over keys are kept one per vector lane until the row is finished.
 #pragma once
+#include <cmath>
 #include <cstdlib>
+#include <limits>
 
 #include "kernels.h"
 #include "tile.h"
@@ -13,10 +15,11 @@ namespace partita {
 namespace PARTITA_ISA {
 
 template <class A>
-struct Sums {  // of the rows of one task; mass, first and second hold one number per lane
+struct Sums {  // of the rows of one task; mass, first, second and centre hold one number per lane
   Row* row;
   A *peak, *mass, *first, *second, *moment, *target;
-  A* centre;  // what a row's second moment is about: the mean of its first block of keys, near that of all
+  A* centre;  // what a lane's second moment is about: its mean in the block that set it
+  A* base;    // the peak when the centre was set; a peak well above it sets a new one
   int64_t *count, *rank;
   A *query, *score, *temp, *panel, *value;
 
@@ -24,7 +27,8 @@ struct Sums {  // of the rows of one task; mass, first and second hold one numbe
     constexpr int W = Vec<A>::W, R = Shape<A>::ROWS, L = Shape<A>::LANES;
     row = c.take<Row>(rows);
     peak = c.take<A>(rows);
-    centre = c.take<A>(rows);
+    centre = c.take<A>(rows * W);
+    base = c.take<A>(rows);
     mass = c.take<A>(rows * W);
     first = c.take<A>(rows * W);
     second = c.take<A>(rows * W);
@@ -41,13 +45,18 @@ struct Sums {  // of the rows of one task; mass, first and second hold one numbe
 };
 
 // Exponentials in place, with their sums. BOUND where a score may be -inf; MOMENTS where first and second are wanted.
-// First is about the peak, so that an entropy is never negative; second about the centre, so that a variance does not
-// cancel: `gap` is peak - centre.
+// First is about the peak, so that an entropy is never negative; second about the lane's centre, so that a variance does
+// not cancel.
 template <class A, bool BOUND, bool MOMENTS>
-PARTITA_INLINE void exponentials(A* s, int begin, int end, A peak, A gap, A* mass, A* first, A* second) {
+PARTITA_INLINE void exponentials(A* s, int begin, int end, A peak, const A* centre, A* mass, A* first, A* second) {
   using V = Vec<A>;
-  const typename V::T m = V::set(peak), g = V::set(gap);
-  typename V::T sum = V::load(mass), one = V::load(first), two = V::load(second);
+  const typename V::T m = V::set(peak);
+  typename V::T sum = V::load(mass), one = m, two = m, gap = m;
+  if (MOMENTS) {
+    one = V::load(first);
+    two = V::load(second);
+    gap = V::sub(m, V::load(centre));
+  }
   for (int j = begin; j < end; j += V::W) {
     typename V::T c = V::sub(V::load(s + j), m);
     if (BOUND) c = bounded<A>(c);
@@ -55,7 +64,7 @@ PARTITA_INLINE void exponentials(A* s, int begin, int end, A peak, A gap, A* mas
     V::store(s + j, e);
     sum = V::add(sum, e);
     if (MOMENTS) {
-      const typename V::T d = V::add(c, g);
+      const typename V::T d = V::add(c, gap);
       one = V::fma(e, c, one);
       two = V::fma(V::mul(e, d), d, two);
     }
@@ -67,9 +76,18 @@ PARTITA_INLINE void exponentials(A* s, int begin, int end, A peak, A gap, A* mas
   }
 }
 
-// The first block a row sees: its own mean becomes the centre. Returns it.
+// sum e (s - to)^2 from the same sum about `from`, where first is sum e (s - peak), lane by lane.
 template <class A>
-inline A first_exponentials(A* s, int begin, int end, A peak, A* mass, A* first, A* second, A* kept) {
+PARTITA_INLINE typename Vec<A>::T recentre(typename Vec<A>::T second, typename Vec<A>::T first, typename Vec<A>::T mass,
+                                           typename Vec<A>::T peak, typename Vec<A>::T from, typename Vec<A>::T to) {
+  using V = Vec<A>;
+  const typename V::T about = V::fma(V::sub(peak, from), mass, first), d = V::sub(from, to);
+  return V::fma(d, V::fma(d, mass, V::add(about, about)), second);
+}
+
+// The same for a block that raises the peak: its own mean, lane by lane, becomes the centre, since it outweighs the past.
+template <class A>
+inline void exponentials_about_new_centre(A* s, int begin, int end, A peak, A* centre, A* mass, A* first, A* second, A* kept) {
   using V = Vec<A>;
   const typename V::T m = V::set(peak);
   typename V::T sum = V::set(0), one = sum, two = sum;
@@ -80,16 +98,17 @@ inline A first_exponentials(A* s, int begin, int end, A peak, A* mass, A* first,
     sum = V::add(sum, e);
     one = V::fma(e, c, one);
   }
-  const A total = V::sum(sum), mean = total > 0 ? V::sum(one) / total : A(0);
-  const typename V::T g = V::set(mean);
+  const typename V::T mean = V::div(one, V::max(V::set(std::numeric_limits<A>::min()), sum));
   for (int j = begin; j < end; j += V::W) {
-    const typename V::T d = V::sub(V::load(kept + j), g);
+    const typename V::T d = V::sub(V::load(kept + j), mean);
     two = V::fma(V::mul(V::load(s + j), d), d, two);
   }
-  V::store(mass, sum);
-  V::store(first, one);
+  const typename V::T here = V::add(m, mean), old = V::load(mass), linear = V::load(first);
+  two = V::add(two, recentre<A>(V::load(second), linear, old, m, V::load(centre), here));
+  V::store(mass, V::add(old, sum));
+  V::store(first, V::add(linear, one));
   V::store(second, two);
-  return peak + mean;
+  V::store(centre, here);
 }
 
 template <class A>
@@ -158,17 +177,18 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
     A* s = t.score + r * LD;
     A *mass = t.mass + (at + r) * W, *first = t.first + (at + r) * W, *second = t.second + (at + r) * W;
     if (change[r] < 0 && change[r] > neg_inf<A>()) shift_about_centre<A>(change[r], keep[r], mass, first, second, W);
-    if (moments && change[r] == neg_inf<A>()) {
-      t.centre[at + r] = first_exponentials<A>(s, c.begin, c.end, reference[r], mass, first, second, t.temp);
+    A* centre = t.centre + (at + r) * W;
+    if (moments && reference[r] > t.base[at + r] + 2) {  // four times the weight: the past matters little
+      t.base[at + r] = t.peak[at + r];  // -inf while a row has seen nothing: its first key sets it again
+      exponentials_about_new_centre<A>(s, c.begin, c.end, reference[r], centre, mass, first, second, t.temp);
       continue;
     }
-    const A gap = reference[r] - t.centre[at + r];
     if (bound)
-      moments ? exponentials<A, true, true>(s, c.begin, c.end, reference[r], gap, mass, first, second)
-              : exponentials<A, true, false>(s, c.begin, c.end, reference[r], gap, mass, first, second);
+      moments ? exponentials<A, true, true>(s, c.begin, c.end, reference[r], centre, mass, first, second)
+              : exponentials<A, true, false>(s, c.begin, c.end, reference[r], centre, mass, first, second);
     else
-      moments ? exponentials<A, false, true>(s, c.begin, c.end, reference[r], gap, mass, first, second)
-              : exponentials<A, false, false>(s, c.begin, c.end, reference[r], gap, mass, first, second);
+      moments ? exponentials<A, false, true>(s, c.begin, c.end, reference[r], centre, mass, first, second)
+              : exponentials<A, false, false>(s, c.begin, c.end, reference[r], centre, mass, first, second);
   }
 }
 
@@ -212,22 +232,35 @@ inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row
   static_cast<A*>(to.mass)[i] = mass;
   if (to.first) static_cast<A*>(to.first)[i] = first;
   if (to.second) static_cast<A*>(to.second)[i] = spread;
-  if (to.count) to.count[i] = count;
+  if (to.count) static_cast<A*>(to.count)[i] = static_cast<A>(count);
   if (to.rank) to.rank[i] = rank;
   if (to.target_score) static_cast<A*>(to.target_score)[i] = static_cast<A>(static_cast<double>(target) * LN2);  // rounds as the peak does
+  if (to.stats) {
+    A* out = static_cast<A*>(to.stats) + i;
+    const int64_t rows = p.B * p.Q;
+    const A top = static_cast<A>(natural), log_mass = mass > 0 ? std::log(mass) : A(0);
+    const A mean = mass > 0 ? first / mass : A(0);
+    out[0] = top + log_mass;
+    out[rows] = log_mass - mean;
+    out[2 * rows] = mass > 0 ? top + mean : A(0);
+    out[3 * rows] = mass > 0 ? spread / mass : A(0);
+    out[4 * rows] = top;
+  }
   A probe = mass * 0 + first * 0 + spread * 0;
   if (peak > neg_inf<A>()) probe += peak * 0;
   if (to.moment) {
     A* out = static_cast<A*>(to.moment) + i * p.V;
-    typename V::T zero = V::set(0), bad = zero;
+    const A divisor = to.mean && mass > 0 ? mass : A(1);
+    const typename V::T zero = V::set(0), by = V::set(A(1) / divisor);
+    typename V::T bad = zero;
     int64_t v = 0;
     for (; v + V::W <= p.V; v += V::W) {
-      const typename V::T x = V::load(moment + v);
+      const typename V::T x = V::mul(V::load(moment + v), by);
       bad = V::fma(x, zero, bad);
       V::store(out + v, x);
     }
     probe += V::sum(bad);
-    for (; v < p.V; ++v) probe += (out[v] = moment[v]) * 0;
+    for (; v < p.V; ++v) probe += (out[v] = moment[v] * (A(1) / divisor)) * 0;
   }
   return probe == 0;
 }
