@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ __all__ = ["KeysOf", "RowsOf", "blocks", "by_rows", "states_by_rows"]
 
 _CELLS = 1 << 22  # pairs in a block, over all heads
 _FEWEST = 64  # rows: smaller blocks would spend their time starting
-_FIELDS = tuple(field.name for field in fields(State))
+_SUMS = ("peak", "mass", "first", "spread", "count", "moment")  # of a state, in its order
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,8 @@ def states_by_rows(run: Callable[[slice], State], parts: Sequence[slice]) -> Sta
 
     def flat(rows: slice) -> tuple[Tensor, ...]:
         state = run(rows)
-        return tuple(getattr(state, name) for name in _FIELDS)
+        return tuple(getattr(state, name) for name in _SUMS)
 
-    joined = by_rows(flat, parts, [1 if name == "moment" else 0 for name in _FIELDS])
-    return State(**dict(zip(_FIELDS, joined, strict=True)))
+    joined = by_rows(flat, parts, [1 if name == "moment" else 0 for name in _SUMS])
+    peak, mass, first, spread, count, moment = joined
+    return State(peak, mass, first, spread, count, moment)

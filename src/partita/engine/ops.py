@@ -418,5 +418,6 @@ def _ungrouped(sums: Sums, request: Request) -> Sums:
 
     s = sums.state
     known = None if s.known is None else Stats(*map(flat, s.known))
-    state = State(*map(flat, (s.peak, s.mass, s.first, s.spread, s.count)), flat(s.moment, 1), known)
+    rows = flat(s.peak), flat(s.mass), flat(s.first), flat(s.spread), flat(s.count)
+    state = State(*rows, flat(s.moment, 1), known)
     return Sums(state, flat(sums.target_score), flat(sums.rank), flat(sums.mean, 1))
