@@ -76,8 +76,16 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.ahead is not None and not torch.is_grad_enabled():
-            return (*(None if x is None else x * g for x in ctx.ahead), None, None)
+            # given away, not copied: the gradient of a vocabulary is the largest tensor here. A second backward
+            # through a retained graph recomputes.
+            ahead, ctx.ahead = ctx.ahead, None
+            return (*(None if x is None else _times(x, g) for x in ahead), None, None)
         return (*_again(_total, ctx.saved_tensors, 4, g), None, None)
+
+
+def _times(x: Tensor, g: Tensor) -> Tensor:
+    """x * g in place; a scalar loss that is differentiated itself has g = 1, which saves a pass over memory."""
+    return x if float(g) == 1.0 else x.mul_(g)
 
 
 def _again(function: Any, tensors: tuple[Tensor | None, ...], n: int, *g: Tensor) -> list[Tensor | None]:

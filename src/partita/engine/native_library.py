@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch  # noqa: F401  (its OpenMP runtime must be there before the library asks for one)
 
-_VERSION = 1
+_VERSION = 2
 _NAME = "libpartita_native.so"
+_FUNCTIONS = {"partita_reduce": 2, "partita_reduce_backward": 2, "partita_rows": 1}
 
 
 class Library(NamedTuple):
@@ -44,7 +45,7 @@ def _find() -> tuple[Library | None, str | None]:
         handle.partita_isa.restype = ctypes.c_char_p
         if (version := handle.partita_version()) != _VERSION:
             return None, f"{path} has interface version {version}, this package needs {_VERSION}; install again"
-        for name, arguments in {"partita_reduce": 2, "partita_reduce_backward": 2, "partita_rows": 1}.items():
+        for name, arguments in _FUNCTIONS.items():
             function = getattr(handle, name)
             function.restype = ctypes.c_int32
             function.argtypes = [ctypes.c_char_p] * arguments

@@ -18,7 +18,7 @@ from torch import Tensor
 from partita.engine import native
 
 _ROWS = struct.Struct("3q4i12q")
-_CHUNK_BYTES = 64 << 20  # of logits at a time: fewer chunks, fewer passes over the weight's gradient
+_CHUNK_BYTES = 40 << 20  # of logits at a time: larger is up to 5 % faster, but the chunk is most of the memory
 
 
 class RowSums(NamedTuple):
