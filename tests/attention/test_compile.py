@@ -22,13 +22,15 @@ class Model(torch.nn.Module):
         return self.head(self.layer(self.embed(ids), src_key_padding_mask=padding, is_causal=True))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["LogLength", "ScalableSoftmax"])
-def test_a_model_compiles_whole_and_matches(policy):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
+def test_a_model_compiles_whole_and_matches(policy, backend):
     torch.manual_seed(0)
     model = Model(scale.LogLength(reference=8) if policy == "LogLength" else scale.ScalableSoftmax(4))
     ids = torch.randint(20, (2, 11))
     padding = torch.arange(11) >= torch.tensor([11, 7])[:, None]
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     results = []
     for run in (model, compiled):
         model.zero_grad()

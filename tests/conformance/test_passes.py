@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita
+from partita import Gibbs
 from tests.conformance.serving import serving
 from tests.strategies import catalogue, problem
 from tests.tolerances import assert_exact
@@ -108,3 +111,31 @@ def test_reads_inside_no_grad_do_not_take_the_gradient_from_later_reads(backend)
         assert not before.requires_grad
         assert after.requires_grad
         assert_exact(after.detach(), before)
+
+
+def test_who_looks_at_operators_sees_the_pass():
+    """Without a gradient the operator is left out, for speed, but not while somebody is looking."""
+    query, key = torch.randn(3, 4), torch.randn(5, 4)
+    seen = []
+
+    class Looking(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Looking():
+        watched = Gibbs(query, key).entropy()
+    assert any("partita.reduce" in name for name in seen)
+    with torch.profiler.profile() as profile:
+        profiled = Gibbs(query, key).entropy()
+    assert any(event.name == "partita::reduce" for event in profile.events())
+    plain = Gibbs(query, key).entropy()
+    torch.testing.assert_close(watched, plain)
+    torch.testing.assert_close(profiled, plain)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports forward mode
+def test_forward_mode_is_refused_and_not_lost():
+    query, key = torch.randn(3, 4), torch.randn(5, 4)
+    with forward_ad.dual_level(), torch.no_grad(), pytest.raises(NotImplementedError):
+        Gibbs(forward_ad.make_dual(query, torch.ones_like(query)), key).entropy()
