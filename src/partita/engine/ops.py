@@ -360,7 +360,10 @@ def _plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether nobody differentiates or transforms this pass, so that the operator can be called without ceremony."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:5]):
         return False
-    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+    if torch.compiler.is_compiling():
+        return True
+    # in forward mode too the Function is asked: it has no such derivative and says so, where the operator would lose it
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def _unseen(tensors: Sequence[Tensor | None]) -> bool:
@@ -368,7 +371,6 @@ def _unseen(tensors: Sequence[Tensor | None]) -> bool:
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
-        and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
         and not torch._C._autograd._profiler_enabled()
         and all(t is None or type(t) in _ORDINARY for t in tensors)
