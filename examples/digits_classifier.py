@@ -1,7 +1,7 @@
 """Train a digits classifier and let its statistics speak: accuracy, rank, confidence, calibration, and other losses.
 
 Run it with `python examples/digits_classifier.py`. It needs scikit-learn for the 1,797 handwritten digits. With --study
-it repeats the comparison of losses over seeds, and prints the table of docs/choosing-a-loss.md.
+it repeats the comparison of losses over seeds; `partita study run loss_choice` does so with intervals and a figure.
 """
 
 from __future__ import annotations

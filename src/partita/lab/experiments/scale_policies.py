@@ -1,0 +1,165 @@
+"""Which scale policies keep the entropy of a row constant as it grows, for which scores, over what lengths?
+
+Expected: only the scale solved for each row keeps it for every kind of scores. Laws calibrated with the measured
+standard deviation keep most of it for Gaussian scores (slope dH / dlog n below a third from n = 256 on) and for scores
+like them. Policies that know n alone, or nothing, let the entropy grow almost as log n does (slope above 0.6).
+
+    gaussian    q, k ~ N(0, I), dim 64
+    cosine      the same in dim 8, all of length sqrt(8): scores bounded by 8
+    clustered   keys around 16 centres, queries near one of them: a sixteenth of the keys is as good as the best
+    real        heads of the trained encoder's fourth layer; past 512 keys those of the following windows are added
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from partita import Gibbs, scale
+from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
+from partita.lab.experiments._encoder import HEADS, NEEDS, POSITIONS, heads_of, tokens
+from partita.lab.experiments._series import note, only, series, slope_by_seed
+from partita.lab.figure import Figure, Line, Panel
+
+TARGET = 4.0  # nats: 55 keys
+FROM = 256  # shorter rows cannot hold the target, or barely
+FLAT, CALIBRATED, FREE = 0.05, 1 / 3, 0.6
+SOLVED, LAWS = ("TargetEntropy",), ("CalibratedLog", "GaussianEntropy")
+BLIND = ("InverseSqrt", "KappaLog", "LogLength", "SqrtLogLength", "Mixed", "MaxLength")
+LAYER = 3
+ROWS = 32  # queries of a synthetic row set
+REAL_ROWS, READERS = 8, 4  # tokens, each with all heads, of so many windows
+
+
+def policies(sigma: float) -> dict[str, scale.Policy]:
+    """Every policy of partita.scale that learns nothing, at the settings of the notes or of its own default."""
+    return {
+        "InverseSqrt": scale.InverseSqrt(),
+        "KappaLog": scale.KappaLog(),
+        "LogLength": scale.LogLength(512),
+        "SqrtLogLength": scale.SqrtLogLength(512),
+        "Mixed": scale.Mixed(),
+        "MaxLength": scale.MaxLength(65536),
+        "CalibratedLog": scale.CalibratedLog(4096, sigma),
+        "GaussianEntropy": scale.GaussianEntropy(TARGET, sigma),
+        "TargetEntropy": scale.TargetEntropy(entropy=TARGET),
+    }
+
+
+def vectors(scores: str, longest: int, seed: int) -> tuple[Tensor, Tensor]:  # (heads, rows, dim), (heads, n, dim)
+    """Queries, and keys of which the first n serve as a row of length n."""
+    if scores == "real":
+        windows = -(-longest // POSITIONS)
+        layer = heads_of(tokens(seed, windows, POSITIONS), (LAYER,))[0]
+        keys = layer.key.transpose(0, 1).reshape(HEADS, windows * POSITIONS, -1)
+        starts = range(0, windows, -(-windows // READERS))  # windows that are read from, each before the others
+        query = torch.cat([layer.query[at, :, 1 : 1 + REAL_ROWS] for at in starts])
+        return query, torch.cat([keys.roll(-at * POSITIONS, 1)[:, :longest] for at in starts])
+    source = torch.Generator().manual_seed(seed)
+    dim = 8 if scores == "cosine" else 64
+    query, key = (torch.randn(m, dim, generator=source) for m in (ROWS, longest))
+    if scores == "cosine":
+        query, key = (x / x.norm(dim=-1, keepdim=True) * math.sqrt(dim) for x in (query, key))
+    if scores == "clustered":
+        centre = torch.randn(16, dim, generator=source)
+        key = centre[torch.randint(16, (longest,), generator=source)] + 0.25 * key
+        query = centre[torch.randint(16, (ROWS,), generator=source)] + 0.25 * query
+    return query[None], key[None]
+
+
+@torch.no_grad()
+def run(settings: Settings, seed: int) -> Iterable[Row]:
+    longest, scores = int(settings["longest"]), str(settings["scores"])
+    query, key = vectors(scores, longest, seed)
+    sigma = scale.measure_sigma(query, key[:, : min(longest, 1024)])
+    n = 16
+    while n <= longest:
+        for name, policy in policies(sigma).items():
+            law = Gibbs(query, key[:, :n], scale=policy)
+            entropy = law.entropy().double()
+            yield {
+                **settings,
+                "policy": name,
+                "n": n,
+                "seed": seed,
+                "sigma": sigma,
+                "entropy": float(entropy.mean()),
+                "normalised": float(entropy.mean()) / math.log(n),
+                "width": float(entropy.exp().mean()),
+                "scale": float(torch.as_tensor(law.scale).double().mean()),
+            }
+        n *= 4
+
+
+def judge(rows: list[Row]) -> Verdict:
+    long = [row for row in rows if row["n"] >= FROM]
+    kinds = list(dict.fromkeys(row["scores"] for row in rows))
+    if len({row["n"] for row in long}) < 2:
+        return Verdict("does not hold", f"no two lengths from {FROM} on were run, so no slope is known.")
+    true_for, parts = [], []
+    for kind in kinds:
+        own = only(long, scores=kind)
+        at = {name: slope_by_seed(only(own, policy=name), "n", "entropy").mean for name in policies(1.0)}
+        solved = max(abs(at[name]) for name in SOLVED)
+        laws = max(abs(at[name]) for name in LAWS)
+        free = min(at[name] for name in BLIND)
+        if solved <= FLAT and laws <= CALIBRATED and free >= FREE:
+            true_for.append(kind)
+        laws_text = ", ".join(f"{name} {at[name]:+.2f} (H {_range(only(own, policy=name))})" for name in LAWS)
+        low, high = min(BLIND, key=lambda name: at[name]), max(BLIND, key=lambda name: at[name])
+        parts.append(
+            f"{kind} (to n = {max(r['n'] for r in own)}): solved {at[SOLVED[0]]:+.3f}, {laws_text}, "
+            f"the rest from {at[low]:+.2f} ({low}) to {at[high]:+.2f} ({high})"
+        )
+    says = f"Slopes dH/dlog n from n = {FROM}. " + "; ".join(parts) + "."
+    if "gaussian" not in true_for:
+        return Verdict("does not hold", says)
+    if len(true_for) == len(kinds):
+        return Verdict("holds", says)
+    other = [kind for kind in kinds if kind not in true_for]
+    return Verdict("holds within", says, f"{', '.join(true_for)} scores, not {', '.join(other)}")
+
+
+def _range(rows: list[Row]) -> str:
+    means = [spread.mean for spread in mean_by(rows, "entropy", "n").values()]
+    return f"{min(means):.2f} to {max(means):.2f}"
+
+
+def figure(rows: list[Row]) -> Figure:
+    panels = []
+    shown = ("InverseSqrt", "LogLength", "CalibratedLog", "GaussianEntropy", "TargetEntropy")
+    for kind in list(dict.fromkeys(row["scores"] for row in rows))[:4]:
+        own = only(rows, scores=kind)
+        ceiling = sorted({float(row["n"]) for row in own})
+        lines = [series(only(own, policy=name), name, "n", "entropy") for name in shown]
+        lines += [
+            series(only(own, policy=name), name, "n", "entropy", "context") for name in BLIND if name not in shown
+        ]
+        lines.append(Line("log n", ceiling, [math.log(n) for n in ceiling], kind="theory"))
+        panels.append(Panel(f"{kind} scores", "keys n", "entropy (nats)", lines, log_x=True))
+    return Figure(EXPERIMENT.question, panels, note(rows))
+
+
+def _sizes(synthetic: int, real: int) -> list[dict[str, object]]:
+    return [*grid(scores=["gaussian", "cosine", "clustered"], longest=[synthetic]), {"scores": "real", "longest": real}]
+
+
+EXPERIMENT = Experiment(
+    name="scale_policies",
+    question="Which scale policies keep entropy constant as a row grows, for which scores, over what lengths?",
+    expected="The scale solved per row, for all scores; laws calibrated with the measured sigma, mostly and for scores "
+    "like Gaussian ones (slope below 1/3); policies that know n alone let entropy grow almost like log n.",
+    ids=("M-SCL-0", "M-SCL-2", "M-SCL-3", "M-SCL-4", "M-SCL-7", "M-SCL-14", "M-SCL-15", "M-SCL-16", "M-SCL-17"),
+    sizes={
+        "tiny": Size(_sizes(1024, 1024), seeds=1, seconds=0.3),
+        "quick": Size(_sizes(65536, 16384), seeds=3, seconds=2.0),
+        "full": Size(_sizes(65536, 65536), seeds=10, seconds=9.0),
+    },
+    run=run,
+    judge=judge,
+    figure=figure,
+    needs=NEEDS,
+)

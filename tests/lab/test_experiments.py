@@ -1,0 +1,89 @@
+"""Every experiment at its tiny size: flat rows, the same rows for the same cell, a verdict and a figure from them.
+
+Those that need another package are skipped without it; `make test-peers` has them all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from partita.lab.draw import svg
+from partita.lab.experiment import SIZES, Cell, Experiment, Row, Verdict
+from partita.lab.experiments import find, names
+from partita.lab.store import Store
+
+IDS = {line.split()[0] for line in (Path(__file__).parents[1] / "theory" / "ids.txt").read_text().splitlines()}
+
+
+def found(name: str) -> Experiment:
+    experiment = find(name)
+    absent = [need for need in experiment.needs if importlib.util.find_spec(need) is None]
+    if absent:
+        pytest.skip(f"{name} needs {', '.join(absent)}; make test-peers installs it")
+    return experiment
+
+
+def text(rows: Sequence[Row]) -> str:
+    return json.dumps(rows)  # as text, because nan is not equal to itself
+
+
+@pytest.mark.parametrize("name", names())
+def test_at_tiny_size(name: str, tmp_path: Path) -> None:
+    experiment = found(name)
+    plan = experiment.cells("tiny")
+    with Store(tmp_path, name, "tiny") as store:
+        for k, cell in enumerate(plan):
+            torch.manual_seed(k)  # whatever ran before
+            rows = list(experiment.run(cell.settings, cell.seed))
+            assert rows, cell
+            for row in rows:
+                # the record holds every setting; a row repeats those that it is judged and drawn by
+                assert row["seed"] == cell.seed and cell.settings.keys() & row.keys()
+            store.add(cell, rows, elapsed_s=0.0)  # refuses rows that are not flat
+            assert text(store.rows([cell])) == text(rows)
+    assert_same_again(experiment, plan[0], store)
+    rows = store.rows(plan)
+    before = text(rows)
+    verdict = experiment.judge(rows)
+    assert isinstance(verdict, Verdict) and re.search(r"\d", verdict.evidence), "evidence is numbers"
+    figure = experiment.figure(rows)
+    assert text(rows) == before, "judge and figure leave the rows as they are"
+    assert 1 <= len(figure.panels) <= 4
+    drawn = svg(figure)
+    ElementTree.fromstring(drawn)
+    assert "<path" in drawn and "nothing to show: no lines" not in drawn
+
+
+def assert_same_again(experiment: Experiment, cell: Cell, store: Store) -> None:
+    """The same cell after all the others, from another state of torch's global generator."""
+    torch.manual_seed(20_240_229)
+    torch.randn(3)
+    assert text(list(experiment.run(cell.settings, cell.seed))) == text(store.rows([cell]))
+
+
+@pytest.mark.parametrize("name", names())
+def test_says_what_it_asks(name: str) -> None:
+    experiment = find(name)
+    assert experiment.name == name and experiment.question.endswith("?") and len(experiment.expected) > 10
+    assert experiment.ids and set(experiment.ids) <= IDS
+    doc = importlib.import_module(f"partita.lab.experiments.{name}").__doc__ or ""
+    assert "?" in doc and re.search(r"expected", doc, re.IGNORECASE), "asks, and says what is expected"
+    cells = {size: experiment.cells(size) for size in SIZES}
+    for size, plan in cells.items():
+        assert plan and len({cell.key for cell in plan}) == len(plan), size
+    assert len(cells["quick"]) * experiment.sizes["quick"].seconds <= 60
+    assert experiment.sizes["quick"].seeds > 1 or name == "errata", "several seeds"
+
+
+def test_all_quick_sizes_together_stay_under_a_quarter_of_an_hour() -> None:
+    planned = sum(len(e.cells("quick")) * e.sizes["quick"].seconds for e in map(find, names()))
+    assert planned < 15 * 60
