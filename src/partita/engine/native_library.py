@@ -18,7 +18,7 @@ import torch  # noqa: F401  (its OpenMP runtime must be there before the library
 
 _VERSION = 2
 _NAME = "libpartita_native.so"
-_FUNCTIONS = {"partita_reduce": 2, "partita_reduce_backward": 2, "partita_rows": 1}
+_FUNCTIONS = {"partita_reduce": 2, "partita_reduce_backward": 2, "partita_rows": 1, "partita_logits": 1}
 
 
 class Library(NamedTuple):
@@ -49,6 +49,7 @@ def _find() -> tuple[Library | None, str | None]:
             function = getattr(handle, name)
             function.restype = ctypes.c_int32
             function.argtypes = [ctypes.c_char_p] * arguments
+        handle.partita_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         return Library(handle, handle.partita_isa().decode(), path), None
     except (OSError, AttributeError) as error:
         return None, f"{path} cannot be loaded: {error}"

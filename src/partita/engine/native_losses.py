@@ -18,7 +18,9 @@ from torch import Tensor
 from partita.engine import native
 
 _ROWS = struct.Struct("3q4i12q")
-_CHUNK_BYTES = 40 << 20  # of logits at a time: larger is up to 5 % faster, but the chunk is most of the memory
+_LOGITS = struct.Struct("4q2i3q")
+_LARGE = 8 << 20  # bytes from which large pages are asked for
+_CHUNK_BYTES = 56 << 20  # of logits at a time: larger is faster, but with the gradients it is the memory of the loss
 
 
 class RowSums(NamedTuple):
@@ -88,6 +90,32 @@ def softmax_rows(
     return bool(library.handle.partita_rows(packed) == 0)
 
 
+def _room(*shape: int, dtype: torch.dtype) -> Tensor:
+    """An empty tensor; a large one lies in large pages where the system has them."""
+    made = torch.empty(*shape, dtype=dtype)
+    library = native.load()
+    if library is not None and made.nbytes >= _LARGE:
+        library.handle.partita_large_pages(made.data_ptr(), made.nbytes)
+    return made
+
+
+def _score(input: Tensor, weight: Tensor, logits: Tensor) -> None:  # (n, D), (C, D), (n, C)
+    """logits = input @ weight.T, in place."""
+    n, C, D, acc = *logits.shape, input.shape[1], logits.dtype
+    library = native.load()
+    if library is None or not n or not C or not D or weight.stride(1) != 1:
+        torch.mm(input, weight.t(), out=logits)
+        return
+    for name, x, shape in (("input", input, (n, D)), ("weight", weight, (C, D)), ("logits", logits, (n, C))):
+        lies = x is weight or x.is_contiguous()
+        if x.dtype != acc or tuple(x.shape) != shape or x.device.type != "cpu" or not lies:
+            raise ValueError(f"{name} must be contiguous {acc} {shape} on the CPU; got {x.dtype} {tuple(x.shape)}")
+    at = (x.data_ptr() for x in (input, weight, logits))
+    code = 0 if acc == torch.float32 else 1
+    if library.handle.partita_logits(_LOGITS.pack(n, C, D, weight.stride(0), code, torch.get_num_threads(), *at)):
+        raise MemoryError("the native backend could not allocate its scratch memory")
+
+
 def linear_cross_entropy(
     input: Tensor,  # (N, D), float32 or float64
     weight: Tensor,  # (C, D)
@@ -109,23 +137,24 @@ def linear_cross_entropy(
     if weight.shape[1] != D or weight.dtype != acc:
         raise ValueError(f"weight must be {acc} (C, {D}); got {weight.dtype}, {tuple(weight.shape)}")
     need_input, need_weight, need_bias, need_scale = needs
+    input = input.contiguous()
 
     def row() -> Tensor:
         return torch.empty(N, dtype=acc)
 
     sums = RowSums(row(), row(), row(), row(), row(), torch.empty(N, dtype=torch.int64) if rank else None)
     grad_input = torch.empty(N, D, dtype=acc) if need_input or need_scale else None
-    grad_weight = torch.empty(C, D, dtype=acc) if need_weight else None
+    grad_weight = _room(C, D, dtype=acc) if need_weight else None
     grad_bias = torch.zeros(C, dtype=acc) if need_bias and bias is not None else None
     grad_scale = row() if need_scale else None
     by_row = scale.expand(N)[:, None]
     plain = scale.numel() == 1 and float(scale) == 1.0
     chunks = max(1, -(-N * C * input.element_size() // chunk_bytes))
-    room = torch.empty(-(-N // chunks), C, dtype=acc)
+    room = _room(-(-N // chunks), C, dtype=acc)
     for k in range(chunks):
         a, b = N * k // chunks, N * (k + 1) // chunks
         logits, scaled = room[: b - a], input[a:b] if plain else input[a:b] * by_row[a:b]
-        torch.mm(scaled, weight.t(), out=logits)
+        _score(scaled, weight, logits)
         part = RowSums(*(x[a:b] if x is not None else None for x in sums))  # type: ignore[arg-type]
         weights = (x[a:b] if x is not None else None for x in (nll, square, spread))
         if not softmax_rows(logits, bias, target[a:b], part, *weights, gradient=any(needs)):

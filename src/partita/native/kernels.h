@@ -12,6 +12,7 @@ struct Kernels {
   Tuning (*backward_tuning)(const PartitaProblem&);
   int32_t (*backward)(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&);
   int32_t (*rows)(const PartitaRows&);
+  int32_t (*logits)(const PartitaLogits&);
 };
 
 #define PARTITA_DECLARE(isa)                                                                   \
@@ -21,7 +22,8 @@ struct Kernels {
   Tuning backward_tuning(const PartitaProblem&);                                               \
   int32_t backward(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&);       \
   int32_t rows(const PartitaRows&);                                                            \
-  constexpr Kernels kernels = {tuning, reduce, backward_tuning, backward, rows};               \
+  int32_t logits(const PartitaLogits&);                                                        \
+  constexpr Kernels kernels = {tuning, reduce, backward_tuning, backward, rows, logits};       \
   }
 PARTITA_DECLARE(baseline)
 PARTITA_DECLARE(avx2)

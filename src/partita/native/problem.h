@@ -63,6 +63,14 @@ struct PartitaRows {
   int64_t* rank;  // or null
 };
 
+// Rows of a classifier (float32 or float64): logits = input weight^T.
+struct PartitaLogits {
+  int64_t rows, classes, dim, weight_row;  // weight_row: elements from one class to the next
+  int32_t dtype, threads;
+  const void *input, *weight;              // (rows, dim) contiguous, (classes, dim)
+  void* logits;                            // (rows, classes) contiguous
+};
+
 }  // extern "C"
 
 namespace partita {
