@@ -33,7 +33,7 @@ LAYERS = {
     "metrics": 5,
     "calibration": 5,
     "nn": 6,
-    "distributed": 6,
+    "distributed": 4,
     "hf": 6,
     "interception": 6,
     "adapters": 6,
@@ -50,6 +50,8 @@ BESIDE = {
     ("gibbs", "solve"),
     ("rows", "gibbs"),
     ("fused", "gibbs"),
+    ("distributed", "gibbs"),
+    ("distributed", "rows"),
 }
 # Faces read a distribution and never its engine, but the two types that their signatures name.
 FACES = ("losses", "contrastive", "attention", "theory", "metrics")

@@ -194,8 +194,44 @@ def test_the_demo_runs_in_small(tmp_path: Path, visit: Any) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
-    assert lines[0].startswith("report:") and 1 <= sum(line.startswith("- ") for line in lines) <= 3
+    assert [line.partition(":")[0] for line in lines[:3]] == ["report", "training", "lab"]
+    assert len(lines) == 6 and all(line.startswith("- ") for line in lines[3:]), done.stdout
     assert "\r" not in done.stderr  # quiet without a terminal
     for name in ("report.html", "lab.html", "training.html"):
-        _, seen = visit(out / name)
+        page, seen = visit(out / name)
         seen.assert_quiet()
+        if name == "report.html":
+            assert page.locator("#studies figure").count() == len(json.loads((out / "studies/verdicts.json").read_text()))
+            assert page.locator("#studies svg.partita-figure").first.is_visible()
+            assert "nats per byte" in page.locator("#study").inner_text()
+
+
+def test_an_interruption_among_the_studies_keeps_the_finished_ones(
+    tmp_path: Path, visit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from partita.lab import demo, study
+
+    real, asked = study.main, []
+
+    def stopped(arguments: list[str]) -> int:
+        asked.append(arguments[1])
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(arguments)
+
+    monkeypatch.setattr(demo, "STUDIES", ("positions", "lipschitz"))
+    monkeypatch.setattr(demo, "load_text", lambda progress: ("", []))
+    monkeypatch.setattr(demo, "watch_encoder", lambda *args, **kwargs: synthetic.record(2, 2, 3))
+    monkeypatch.setattr(demo, "train_policies", lambda *args, **kwargs: iter(()))
+    monkeypatch.setattr(study, "main", stopped)
+    assert demo.demo(tmp_path, quick=True) == 130
+    assert "interrupted" in capsys.readouterr().err
+    page, seen = visit(tmp_path / "report.html")
+    assert page.locator("#studies figure").count() == 1
+    seen.assert_quiet()
+    monkeypatch.setattr(study, "main", real)
+    before = (tmp_path / "studies/positions-tiny.jsonl").read_bytes()
+    assert demo.demo(tmp_path, quick=True) == 0
+    assert (tmp_path / "studies/positions-tiny.jsonl").read_bytes() == before  # not computed again
+    page, _ = visit(tmp_path / "report.html")
+    assert page.locator("#studies figure").count() == 2

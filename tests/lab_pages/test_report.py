@@ -235,3 +235,69 @@ def test_more_steps_than_pixels_keep_their_spikes() -> None:
     packed = pack.pack(record)
     assert len(packed["steps"]) <= 256 and packed["metrics"]["max_score"]["hi"] == 99.0
     assert math.isfinite(packed["metrics"]["max_score"]["lo"])
+
+
+def test_the_bound_on_rounding_is_that_of_the_theory(tmp_path: Path, visit: Any) -> None:
+    """|softmax(s + e) - softmax(s)|_1 <= 2 tanh(|e| / 2) with e half a unit in the last place of the largest score."""
+    import torch
+
+    from partita.theory.robustness import softmax_change_bound
+
+    record = synthetic.record(sick=True)
+    page, _ = visit(write(record, tmp_path / "r.html"))
+    with page.expect_download() as got:
+        page.locator("#rounding .tools button", has_text="CSV").click()
+    rows = list(csv.reader(io.StringIO(Path(got.value.path()).read_text())))[1:]
+    tops = {s: max(v for b in record.blocks if b.step == s for v in b.column("max_score")) for s in record.steps()}
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32)):
+        shown = {int(r[1]): float(r[2]) for r in rows if r[0] == name}
+        for step, top in tops.items():
+            unit = torch.finfo(dtype).eps * 2 ** math.floor(math.log2(top))
+            assert shown[step] == pytest.approx(softmax_change_bound(radius=unit / 2).item(), rel=1e-6)
+
+
+def test_the_advisor_draws_the_slope_of_the_theory(tmp_path: Path, visit: Any) -> None:
+    """dH / d log(scale) = -Var(score): the dashed line leaves the present width with the recorded variance."""
+    record = synthetic.record(2, 2, 5)
+    page, _ = visit(write(record, tmp_path / "r.html"))
+    with page.expect_download() as got:
+        page.locator("#advisor .tools button", has_text="CSV").click()
+    rows = list(csv.reader(io.StringIO(Path(got.value.path()).read_text())))
+    line = {float(r[1]): float(r[2]) for r in rows if r[0].startswith("theory") and r[2]}
+    variance = [b for b in record.blocks if b.layer == 0][-1].row(0)["score_variance"]
+    mean = record.curves[0]["mean"][0][record.curves[0]["factors"].index(1.0)]
+    assert line[1.0] == pytest.approx(math.exp(mean), rel=1e-6)
+    assert line[1.4142] == pytest.approx(math.exp(mean - variance * math.log(1.4142)), rel=1e-5)
+
+
+def test_named_steps_are_called_by_their_names(tmp_path: Path, visit: Any) -> None:
+    record = synthetic.record(2, 3, 4)
+    record.provenance["step_names"] = {"0": "English", "10": synthetic.HOSTILE, "30": "512 tokens"}
+    page, seen = visit(write(record, tmp_path / "r.html"))
+    assert page.locator("#step-value").inner_text() == "step 30 (512 tokens)"
+    rows = page.locator("#texts tbody tr")
+    assert rows.count() == 3 and "English" in rows.first.inner_text()
+    want = [v for b in record.blocks if b.step == 0 for v in b.column("sink_first")]
+    page.select_option("#metric", "sink_first")
+    assert float(rows.first.locator("td").nth(2).inner_text()) == pytest.approx(sum(want) / len(want), rel=5e-3)
+    page, _ = visit(write(synthetic.record(1, 1, 2), tmp_path / "plain.html"))
+    assert page.locator("#texts").count() == 0 and page.locator("#step-value").inner_text() == "step 10"
+    seen.assert_quiet()
+
+
+def test_contrastive_health_is_shown(tmp_path: Path, visit: Any) -> None:
+    record = synthetic.record(1, 2, 8, sick=True)
+    for row in record.losses:
+        if row["type"] == "contrastive":
+            row |= {"alignment": 0.3, "uniformity": -2.5, "accuracy": 0.9}
+    page, seen = visit(write(record, tmp_path / "r.html"))
+    text = page.locator("#loss").inner_text()
+    for part in ("Do pairs meet", "positive ranked first", "0.9", "norm of the anchors", "bound over its ceiling"):
+        assert part in text
+    assert str(math.ceil(math.exp(5.5 + 0.5))) in text  # partita.theory.candidates_needed
+    seen.assert_quiet()
+
+
+def test_a_head_with_nan_is_not_called_healthy(tmp_path: Path, visit: Any) -> None:
+    page, _ = visit(write(synthetic.record(missing=True), tmp_path / "r.html"))
+    assert page.locator("#reading").inner_text().startswith("Broken")

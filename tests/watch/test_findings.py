@@ -279,3 +279,36 @@ def test_codes_are_those_of_the_contract() -> None:
         "SCALE_AT_CAP",
         "COVERAGE",
     }
+
+
+def test_learning_from_scratch_is_news_and_no_fault() -> None:
+    """Scores that grow from nothing and heads that leave the uniform distribution, far from any level that hurts."""
+    scales = [0.1] * 6 + [1.5 + 0.15 * t for t in range(10)]
+    steps = [(q * scale, k) for t, scale in enumerate(scales) for q, k in [healthy(seed=t)]]
+    found = run(*steps).findings()
+    assert {f.code for f in found} == {"LOGIT_GROWTH", "ENTROPY_DROP"}
+    assert {f.severity for f in found} == {"info"}
+
+
+def test_vectors_that_are_zero_or_nan_keep_their_loss_in_the_record() -> None:
+    model = nn.Linear(4, 4)
+    for bad in (0.0, math.nan):
+        a, b = torch.randn(8, 4), torch.randn(8, 4)
+        a[2] = bad
+        with watch(model) as w:
+            model(a)
+            partita.info_nce_loss(a, b)
+        (row,) = w.loss_frame(pandas=False)
+        assert row["candidates"] == 8, w.coverage
+
+
+def test_alignment_and_uniformity_are_recorded() -> None:
+    from partita.contrastive import alignment, uniformity
+
+    model, a, b = nn.Linear(4, 4), torch.randn(32, 4), torch.randn(32, 4)
+    with watch(model) as w:
+        model(a)
+        partita.info_nce_loss(a, b, temperature=0.1)
+    (row,) = w.loss_frame(pandas=False)
+    assert row["alignment"] == pytest.approx(alignment(a, b).item(), rel=1e-5)
+    assert row["uniformity"] == pytest.approx(uniformity(a).item(), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Plain torch: MultiheadAttention, the TransformerEncoder stack, bare SDPA, compile, autocast, inference mode, DDP."""
+"""Plain torch: MultiheadAttention, the TransformerEncoder stack, bare SDPA, autocast, inference mode, DDP."""
 
 from __future__ import annotations
 
@@ -283,30 +283,6 @@ def test_a_handle_without_a_with_block() -> None:
     with w:
         model(x)
     assert sorted({r["step"] for r in w.frame(pandas=False)}) == [0, 1] and "forward" not in model.__dict__
-
-
-@pytest.mark.parametrize("shell", ["compile", "in place", "after"])
-def test_torch_compile(shell: str) -> None:
-    model, x = bare()
-    plain = model(x)
-    want = expected(model.scores(x))
-    if shell == "after":
-        torch.compile(nn.Identity(), backend="eager")  # somebody compiled something before
-
-        with watch(model) as w:
-            out = torch.compile(model, backend="eager", fullgraph=True)(x)
-    elif shell == "compile":
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        compiled(x)
-        with watch(compiled) as w:
-            out = compiled(x)
-        torch.testing.assert_close(compiled(x), plain)
-    else:
-        model.compile(backend="eager")
-        with watch(model) as w:
-            out = model(x)
-    torch.testing.assert_close(out, plain)
-    assert_equal(w.frame(pandas=False), 0, want)
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
