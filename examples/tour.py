@@ -1,6 +1,6 @@
 """A two-minute tour of partita: one distribution, read three ways, on real text, with real numbers.
 
-Run it with `make demo`, or `python examples/tour.py`. It needs nothing but partita: the text is the language
+Run it with `make tour`, or `python examples/tour.py`. It needs nothing but partita: the text is the language
 reference that ships inside Python itself.
 """
 

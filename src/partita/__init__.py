@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from partita import adapters as adapters
     from partita import contrastive as contrastive
+    from partita import distributed as distributed
     from partita import engine as engine
     from partita import errors as errors
     from partita import hf as hf
@@ -94,6 +95,7 @@ _HOME = {
 _MODULES = (
     "adapters",
     "contrastive",
+    "distributed",
     "engine",
     "errors",
     "hf",

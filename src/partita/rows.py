@@ -17,13 +17,12 @@ from torch import Tensor
 
 from partita import _checks
 from partita.engine import State, Stats, Sums
-from partita.errors import BackendError, ValueRangeError
+from partita.errors import ValueRangeError
 from partita.gibbs import surprise
 
 __all__ = [
     "LossStats",
     "by_rows",
-    "check_group",
     "explicit",
     "multiplier",
     "output_dtype",
@@ -119,15 +118,6 @@ def output_dtype(tensor: Tensor) -> torch.dtype:
     """Losses have the dtype of their input, and float32 under autocast, as torch's have."""
     half = tensor.dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if half and torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
-
-
-def check_group(group: object | None) -> None:
-    """Sums across processes are merged by partita.distributed; a face alone knows one process."""
-    if group is not None:
-        raise BackendError(
-            "group= needs the distributed part of partita, which this installation does not have; "
-            "leave it None, or gather the keys before the call."
-        )
 
 
 def by_rows(function: Callable[..., Tensor], rows: Sequence[Tensor], shared: Sequence[Tensor], width: int) -> Tensor:

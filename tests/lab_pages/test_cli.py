@@ -201,7 +201,9 @@ def test_the_demo_runs_in_small(tmp_path: Path, visit: Any) -> None:
         page, seen = visit(out / name)
         seen.assert_quiet()
         if name == "report.html":
-            assert page.locator("#studies figure").count() == len(json.loads((out / "studies/verdicts.json").read_text()))
+            assert page.locator("#studies figure").count() == len(
+                json.loads((out / "studies/verdicts.json").read_text())
+            )
             assert page.locator("#studies svg.partita-figure").first.is_visible()
             assert "nats per byte" in page.locator("#study").inner_text()
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from partita._overrides import overridable
+from partita.attention.across import Spread, state_across
 from partita.attention.bias import Bias
 from partita.attention.dropout import check_dropout, state_with_dropout
 from partita.attention.problem import Problem
 from partita.attention.rows import states_by_rows
+from partita.distributed import team_of
 from partita.engine import State, Stats
 from partita.errors import ShapeError
 from partita.scale import Policy
@@ -36,6 +38,7 @@ def attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
     return_stats: Literal[False] = False,
+    group: object | None = None,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -53,6 +56,7 @@ def attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
     return_stats: Literal[True],
+    group: object | None = None,
 ) -> tuple[Tensor, Stats]: ...
 @overridable
 def attention(
@@ -70,6 +74,7 @@ def attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
     return_stats: bool = False,
+    group: object | None = None,
 ) -> Tensor | tuple[Tensor, Stats]:
     """The mean value each query sees: E[value_j] for j drawn from Gibbs(query, key).
 
@@ -86,8 +91,16 @@ def attention(
     bias: a tensor, or a rule over positions (`ALiBi`, `RelativeBias`) that is never written out whole.
     sink: a score per head, (heads,) or broadcastable to the rows, of a key with value 0 that joins the denominator.
     dropout_p: weights dropped at random, whatever the mode of any module; statistics are those before dropout.
+    group: a torch.distributed group (or DeviceMesh) over which the sequence is spread: each rank passes its slice of
+        query, key and value, in rank order or in that of `partita.distributed.zigzag(group)`, and gets the outputs and
+        statistics of its own rows. Supports and masks speak of positions in the whole sequence.
     """
     check_dropout(dropout_p)
+    if group is not None:
+        call = Spread(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, support, bias, softcap
+        )  # fmt: skip
+        return finish(state_across(team_of(group), call, return_stats), value, sink, return_stats)
     problem = Problem.of(
         query,
         key,

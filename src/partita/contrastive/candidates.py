@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.functional import normalize as to_unit
 
 from partita import _checks
+from partita.contrastive.across import Across, read_sums
+from partita.distributed import View
 from partita.engine import State
 from partita.errors import ShapeError, ValueRangeError
-from partita.gibbs import Gibbs
 from partita.rows import multiplier
 from partita.support import Support
 
@@ -31,13 +32,25 @@ class Bank:
     support: Support | None = None
     hardness: float = 0.0
     query: Tensor | None = field(default=None)  # rows of this bank, if they are not the loss's own
+    across: Across | None = None  # the keys of all ranks, where they are not paired
+    kind: int = 0  # whose sizes these keys have
+    view: View | None = None  # in place of a support, across ranks
 
     def state(self, query: Tensor, scale: float | Tensor, statistics: bool = True) -> State:
         """Sums over the keys each row may see."""
         rows = query if self.query is None else self.query
         rows, key, scale = tilted(rows, self.key, scale, self.hardness)
         if key.dim() == 2:
-            return Gibbs(rows, key, scale=scale, support=self.support)._pass(statistics=statistics).state
+            return read_sums(
+                self.across,
+                rows,
+                key,
+                scale,
+                support=self.support,
+                view=self.view,
+                kind=self.kind,
+                statistics=statistics,
+            ).state
         # one score per given negative: smaller than the negatives themselves
         scores = (rows[:, None, :] * key).sum(-1)
         factor = scale[..., None] if isinstance(scale, Tensor) and scale.dim() else scale

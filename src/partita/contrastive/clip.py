@@ -8,11 +8,13 @@ from torch.nn.functional import logsigmoid
 
 from partita import _checks
 from partita._overrides import overridable
+from partita.contrastive.across import Across
 from partita.contrastive.candidates import check_pairs
 from partita.contrastive.diagonal import diagonal_loss
+from partita.distributed import check_alone, joint_checks, team_of
 from partita.engine import Stats
 from partita.errors import ShapeError
-from partita.rows import by_rows, check_group, output_dtype, reduce_rows
+from partita.rows import by_rows, output_dtype, reduce_rows
 
 __all__ = ["clip_loss", "siglip_loss"]
 
@@ -39,10 +41,13 @@ def clip_loss(
     >>> clip_loss(x, x, 1.0)  # -log( e / (e + 1) )
     tensor(0.3133)
     """
-    check_group(group)
-    check_pairs(image_features, text_features, _NAMES)
-    scale = logit_scale.reshape(()) if isinstance(logit_scale, Tensor) else logit_scale
-    bias = None if logit_bias is None else _scalar("logit_bias", logit_bias, image_features).reshape(1, 1)
+    team = None if group is None else team_of(group)
+    with joint_checks(team):
+        check_pairs(image_features, text_features, _NAMES)
+        scale = logit_scale.reshape(()) if isinstance(logit_scale, Tensor) else logit_scale
+        bias = None if logit_bias is None else _scalar("logit_bias", logit_bias, image_features).reshape(1, 1)
+    features = dict(zip(_NAMES, (image_features, text_features), strict=True))
+    across = Across.of(team, "clip_loss", features, scale, (return_stats, bias is None))
     return diagonal_loss(
         image_features,
         text_features,
@@ -52,6 +57,7 @@ def clip_loss(
         return_stats=return_stats,
         dtype=output_dtype(image_features),
         bias=bias,
+        across=across,
     )
 
 
@@ -74,7 +80,7 @@ def siglip_loss(
     >>> siglip_loss(torch.zeros(4, 2), torch.zeros(4, 2), 1.0)  # 4 log 2
     tensor(2.7726)
     """
-    check_group(group)
+    check_alone("siglip_loss", group)
     _checks.check_reduction(reduction)
     check_pairs(image_features, text_features, _NAMES)
     dtype = torch.promote_types(image_features.dtype, torch.float32)

@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
+from partita.contrastive.across import Across, read_sums, reduce_all
 from partita.contrastive.candidates import Bank, positive_score
 from partita.contrastive.readout import readout, similarity_moments
 from partita.engine import Stats
 from partita.errors import ValueRangeError
 from partita.fused import diagonal_nll
-from partita.gibbs import Gibbs, surprise
-from partita.rows import reduce_rows
+from partita.gibbs import surprise
 
 __all__ = ["diagonal_loss", "row_and_column_nll"]
 
 
 def row_and_column_nll(
-    query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None = None
+    query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None = None, across: Across | None = None
 ) -> tuple[Tensor, Tensor]:  # (n,), (n,)
     """-log p of the diagonal by rows and by columns of one score matrix."""
-    if bias is None:
+    if bias is None and across is None:
         return diagonal_nll(query, key, scale)
     own = torch.arange(query.shape[0], device=query.device)
-    rows = Gibbs(query, key, scale=scale, bias=bias)._pass(target=own, statistics=False)
-    columns = Gibbs(key, query, scale=scale, bias=bias)._pass(target=own, statistics=False)
+    rows = read_sums(across, query, key, scale, bias=bias, target=own, statistics=False)
+    columns = read_sums(across, key, query, scale, bias=bias, target=own, statistics=False)
     return surprise(rows), surprise(columns)
 
 
@@ -42,6 +42,7 @@ def diagonal_loss(
     return_stats: bool,
     dtype: torch.dtype,
     bias: Tensor | None = None,  # (1, 1)
+    across: Across | None = None,
 ) -> Tensor | tuple[Tensor, Stats]:
     """InfoNCE with the batch's other pairs as negatives."""
     if symmetric and isinstance(scale, Tensor) and scale.numel() > 1:
@@ -49,13 +50,13 @@ def diagonal_loss(
     own = torch.arange(len(query), device=query.device)
     if not return_stats:
         if symmetric:
-            down, across = row_and_column_nll(query, key, scale, bias)
-            return reduce_rows((down + across) / 2, reduction).to(dtype)
-        one = Gibbs(query, key, scale=scale, bias=bias)._pass(target=own, statistics=False)
-        return reduce_rows(surprise(one), reduction).to(dtype)
-    sums = Gibbs(query, key, scale=scale, bias=bias)._pass(target=own, rank=True)
+            rows, columns = row_and_column_nll(query, key, scale, bias, across)
+            return reduce_all(across, (rows + columns) / 2, reduction).to(dtype)
+        one = read_sums(across, query, key, scale, bias=bias, target=own, statistics=False)
+        return reduce_all(across, surprise(one), reduction).to(dtype)
+    sums = read_sums(across, query, key, scale, bias=bias, target=own, rank=True)
     rows = surprise(sums)
-    others = Bank(key, supports.not_self())
+    others = Bank(key, supports.not_self(), across=across)
     with torch.no_grad():
         negatives = others.state(query, scale)
     positive = positive_score(query, key, 1.0)
@@ -63,6 +64,6 @@ def diagonal_loss(
     moments = similarity_moments([others], query, positive, in_batch=True)
     stats = readout(sums.state, negatives, sums.rank, rows, positive, moments)
     if symmetric:
-        back = Gibbs(key, query, scale=scale, bias=bias)._pass(target=own, statistics=False)
+        back = read_sums(across, key, query, scale, bias=bias, target=own, statistics=False)
         rows = (rows + surprise(back)) / 2
-    return reduce_rows(rows, reduction).to(dtype), stats
+    return reduce_all(across, rows, reduction).to(dtype), stats

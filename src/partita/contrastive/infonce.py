@@ -9,15 +9,17 @@ from torch.nn.functional import logsigmoid
 from partita import _checks
 from partita import support as supports
 from partita._overrides import overridable
+from partita.contrastive.across import Across, reduce_all
 from partita.contrastive.candidates import Bank, check_pairs, positive_score, prepare, resolve_scale
 from partita.contrastive.diagonal import diagonal_loss
 from partita.contrastive.exclude import Exclusion, sort_by_label
 from partita.contrastive.queue import Queue
 from partita.contrastive.readout import above, readout, similarity_moments
+from partita.distributed import joint_checks, team_of
 from partita.engine import State, Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
-from partita.rows import by_rows, check_group, output_dtype, reduce_rows
+from partita.rows import by_rows, output_dtype
 
 __all__ = ["info_nce_loss"]
 
@@ -61,57 +63,82 @@ def info_nce_loss(
     decoupled: leaves the positive out of the denominator.
     queue: more negatives, from earlier batches.
     return_stats: also a `ContrastStats`, of the direction from queries to keys.
+    group: a torch.distributed group (or DeviceMesh) whose ranks hold rows each: the keys of all are candidates, passed
+        round in blocks. Every rank gets the global value, with `reduction="none"` and in the statistics its own rows.
     """
-    check_group(group)
-    _checks.check_reduction(reduction)
-    check_pairs(query, positive_key)
-    _check_options(negative_keys, negative_mode, symmetric, exclude, hardness, queue, labels, query)
-    scale = resolve_scale(temperature, log_temperature, len(query), query.dtype)
-    q, k = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
+    team = None if group is None else team_of(group)
+    with joint_checks(team):
+        _checks.check_reduction(reduction)
+        check_pairs(query, positive_key)
+        _check_options(negative_keys, negative_mode, symmetric, exclude, hardness, queue, labels, query)
+        if team is not None and exclude is not None:
+            raise ValueRangeError("exclude looks at all scores of a row, and has no form over a group.")
+        scale = resolve_scale(temperature, log_temperature, len(query), query.dtype)
+        q, k = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
+    rules = (reduction, negative_mode, normalize, symmetric, return_stats, labels is None, hardness, decoupled)
+    given = {"query": query, "positive_key": positive_key, "negative_keys": negative_keys}
+    kinds = [len(query), 0 if negative_keys is None else len(negative_keys), 0 if queue is None else len(queue)]
+    across = Across.of(team, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
     dtype = output_dtype(query)
     plain = negative_keys is None and labels is None and exclude is None and queue is None
     if plain and not hardness and not decoupled:
         return diagonal_loss(
-            q, k, scale, symmetric=symmetric, reduction=reduction, return_stats=return_stats, dtype=dtype
+            q,
+            k,
+            scale,
+            symmetric=symmetric,
+            reduction=reduction,
+            return_stats=return_stats,
+            dtype=dtype,
+            across=across,
         )
 
-    banks = _banks(q, k, negative_keys, negative_mode, normalize, labels, hardness, queue)
+    banks = _banks(k, negative_keys, normalize, labels, hardness, queue, across)
     rows, stats = _rows(q, k, scale, banks, exclude, decoupled, return_stats, negative_keys is None)
     if symmetric:
-        back, _ = _rows(
-            k, q, scale, _banks(k, q, None, "", False, labels, hardness, None), None, decoupled, False, True
-        )
+        backward = _banks(q, None, False, labels, hardness, None, across)
+        back, _ = _rows(k, q, scale, backward, None, decoupled, False, True)
         rows = (rows + back) / 2
-    loss = reduce_rows(rows, reduction).to(dtype)
+    loss = reduce_all(across, rows, reduction).to(dtype)
     return loss if stats is None else (loss, stats)
 
 
 def _banks(
-    q: Tensor,
     k: Tensor,
     negative_keys: Tensor | None,
-    mode: str,
     normalize: bool,
     labels: Tensor | None,
     hardness: float,
     queue: Queue | None,
+    across: Across | None,
 ) -> list[Bank]:
-    """Where the negatives come from."""
+    """Where the negatives come from; across ranks, unpaired ones and queues are everybody's."""
     banks = []
     if negative_keys is not None:
-        banks.append(Bank(prepare("negative_keys", negative_keys, normalize), None, hardness))
+        paired = negative_keys.dim() == 3
+        negatives = prepare("negative_keys", negative_keys, normalize)
+        banks.append(Bank(negatives, None, hardness, across=None if paired else across, kind=1))
     elif labels is None:
-        banks.append(Bank(k, supports.not_self(), hardness))
+        banks.append(Bank(k, supports.not_self(), hardness, across=across))
     else:
-        order, others = sort_by_label(labels, labels)
-        banks.append(Bank(k[order], others, hardness))
-    if queue is not None and len(queue):
+        banks.append(_other_labels(k, labels, labels, hardness, across, 0))
+    if queue is not None and (len(queue) or across is not None):
         if labels is not None and queue.labels is not None:
-            order, others = sort_by_label(labels, queue.labels)
-            banks.append(Bank(queue.keys[order].to(k.dtype), others, hardness))
+            banks.append(_other_labels(queue.keys.to(k.dtype), labels, queue.labels, hardness, across, 2))
         else:
-            banks.append(Bank(queue.keys.to(k.dtype), None, hardness))
+            banks.append(Bank(queue.keys.to(k.dtype), None, hardness, across=across, kind=2))
     return banks
+
+
+def _other_labels(
+    key: Tensor, labels: Tensor, key_labels: Tensor, hardness: float, across: Across | None, kind: int
+) -> Bank:
+    """Keys whose label is not the row's, sorted by label."""
+    order, others = sort_by_label(labels, key_labels)
+    if across is None:
+        return Bank(key[order], others, hardness)
+    view = across.other_labels(labels, across.labels(key_labels, kind))
+    return Bank(key[order], None, hardness, across=across, kind=kind, view=view)
 
 
 def _rows(

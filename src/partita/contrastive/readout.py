@@ -77,6 +77,11 @@ def above(bank: Bank, query: Tensor, level: Tensor) -> Tensor:  # (n,)
     rows = query if bank.query is None else bank.query
     if bank.key.dim() == 3:
         return ((rows[:, None, :] * bank.key).sum(-1) > level[:, None]).sum(-1)
+    if bank.across is not None:
+        ring = bank.across.ring(rows, bank.key, 1.0, support=bank.support, view=bank.view, kind=bank.kind)
+        rank = ring.sums(level=level, statistics=False).rank
+        assert rank is not None
+        return rank
     n_key, dim = bank.key.shape
     key = torch.zeros(n_key + 1, dim + 1, dtype=rows.dtype, device=rows.device)
     key[:n_key, :dim], key[n_key, dim] = bank.key, 1.0
@@ -96,11 +101,15 @@ def similarity_moments(
         rows, key = query.to(dtype), bank.key.to(dtype)
         if key.dim() == 3:
             s = (rows[:, None, :] * key).sum(-1)
-            first, second = first + s.sum(-1), second + s.square().sum(-1)
+            first, second, keys = first + s.sum(-1), second + s.square().sum(-1), key.shape[-2]
         else:
-            first = first + rows @ key.sum(0)
-            second = second + ((rows @ (key.mT @ key)) * rows).sum(-1)
-        count += key.shape[-2]
+            sums, squares, keys = key.sum(0), key.mT @ key, key.shape[-2]
+            if bank.across is not None:
+                keys = sum(bank.across.sizes[bank.kind])
+                sums, squares = (bank.across.team.all_reduce(x) for x in (sums, squares))
+            first = first + rows @ sums
+            second = second + ((rows @ squares) * rows).sum(-1)
+        count += keys
     if in_batch:
         first, second, count = first - positive, second - positive.square(), count - 1
     mean = first / max(count, 1)

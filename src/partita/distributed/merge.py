@@ -1,0 +1,56 @@
+"""States of disjoint keys, one on every rank, put together: partition functions add.
+
+    peak = max_r peak_r        mass = sum_r exp(peak_r - peak) mass_r        and so on for every sum
+
+Three small messages per row, whatever the number of keys. A rank with no keys brings the neutral state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partita.distributed.team import Team, team_of
+from partita.engine import State
+
+__all__ = ["merge", "merge_states"]
+
+
+def merge(state: State, group: object) -> State:
+    """The state of the keys of all ranks together, for states of the same queries; every rank gets it.
+
+        log Z = log sum_r Z_r
+
+    Exact and differentiable: the gradient on a rank is that of the global numbers with respect to its own keys. The
+    queries are the same on every rank, so their gradient comes in parts that add up over ranks.
+    """
+    return merge_states(state, team_of(group))
+
+
+def merge_states(state: State, team: Team, statistics: bool = True) -> State:
+    """`merge` for those who know the team; without statistics the moments of the score are left out."""
+    if team.size == 1:
+        return state
+    peak = team.all_reduce(state.peak.detach().clone(memory_format=torch.contiguous_format), dist.ReduceOp.MAX)
+    own = state._seen_from(peak)
+    rows = [own.mass, own.count, own.first] if statistics else [own.mass, own.count]
+    sums = team.total(torch.stack(torch.broadcast_tensors(*rows)))
+    mass, count = sums[0], sums[1].detach()
+    moment = None if own.moment is None else team.total(own.moment)
+    if not statistics:
+        nothing = torch.zeros_like(mass)
+        return State(peak, mass, nothing, nothing, count, moment)
+    merged = State(peak, mass, sums[2], torch.zeros_like(mass), count, moment)
+    # The spread about the common mean. The mean is a constant here: it is where the sum of squares is least, so that a
+    # change of it changes nothing, and only this rank's own part of its derivative would be seen.
+    mean = merged._mean(merged.first).detach()
+    gap = own._mean(own.first) - mean
+    return replace(merged, spread=team.total(own.spread + own.mass * gap * gap))
+
+
+def merge_scores(score: Tensor, here: Tensor, team: Team) -> Tensor:
+    """The score of each row's target, which is among the keys of exactly one rank: there `here` is True."""
+    return team.total(torch.where(here, score, torch.zeros_like(score)))

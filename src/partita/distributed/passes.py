@@ -1,0 +1,142 @@
+"""The distribution of this rank's rows over the keys of all ranks: `Gibbs` across processes.
+
+    p(j|i) = exp( softcap(scale_i * <query_i, key_j>) + bias_ij ) / Z_i        j among the keys of every rank
+
+A pass gives the same row sums as one machine would (`partita.engine.Sums`), so that whatever reads those off a Gibbs
+reads them off this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from partita import engine
+from partita._terms import Term
+from partita.distributed.ring import Job, Piece, run
+from partita.distributed.team import Team
+from partita.engine import Request, State, Sums
+from partita.support import Support
+
+__all__ = ["Ring", "View"]
+
+# For the block of a rank with so many keys: (where in the block, first position in the whole, which keys count).
+View = Callable[[int, int], Sequence[tuple[slice, int, "Support | tuple[Term, ...] | None"]]]
+
+
+class Ring:
+    """Rows of this rank over keys of all ranks.
+
+    view: which keys of a rank's block this rank's rows see; None shows all. A support there is about the block alone.
+    bias: (..., n_query or 1, all keys or 1), of this rank's rows; it does not travel.
+    moves: whether the ranks want the gradient of key and of value; must be the same on all.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,  # (..., n_query, dim), of this rank
+        key: Tensor,  # (..., n_key, dim), of this rank
+        *,
+        team: Team,
+        sizes: Sequence[int],  # keys of every rank
+        scale: float | Tensor = 1.0,
+        bias: Tensor | None = None,
+        view: View | None = None,
+        softcap: float | None = None,
+        grouped: bool = False,
+        batch: Sequence[int] = (),
+    ):
+        self.team, self.sizes, self.view = team, tuple(sizes), view
+        lead = batch if bias is None else torch.broadcast_shapes(tuple(batch), bias.shape[:-2])
+        self._bias = bias
+        self._rows = engine.build(query, key, scale=scale, softcap=softcap, grouped=grouped, batch=lead)
+        self._batch = tuple(torch.broadcast_shapes(_rows_of(self._rows), tuple(lead)))
+
+    def sums(
+        self,
+        value: Tensor | None = None,
+        target: Tensor | None = None,  # (n_query,), a key of this rank's own block
+        *,
+        rank: bool = False,
+        statistics: bool = True,
+        level: Tensor | None = None,
+    ) -> Sums:
+        """One pass; `level` asks how many keys score above it, for a row whose own key is not among them."""
+        request = engine.extend(self._rows, value=value, target=target, rank=rank, statistics=statistics)
+        assert request is not None
+        lead = self._lead()
+        whole = request.query.expand(*lead, *request.query.shape[-2:])
+        bias = None if self._bias is None else self._split(_pad(self._bias, len(self._batch) + 2), 2)
+        quiet = replace(
+            request,
+            query=whole.detach(),
+            scale=request.scale.detach(),
+            key=request.key.detach(),
+            value=None if request.value is None else request.value.detach(),
+        )
+        grad = torch.is_grad_enabled()
+        moves = (grad and request.key.requires_grad, grad and request.value is not None and request.value.requires_grad)
+        job = Job(self.team, self.sizes, self._pieces, quiet, level, moves)
+        out = run(job, whole, request.key, request.value, request.scale, bias)
+        peak, mass, first, spread, count, moment, score, ranks = out
+        if not statistics:
+            first = spread = torch.zeros_like(mass)
+        state = State(
+            request.ungroup(peak.to(request.dtype)),
+            request.ungroup(mass),
+            request.ungroup(first),
+            request.ungroup(spread),
+            request.ungroup(count),
+            None if request.value is None else request.ungroup(moment, 1),
+        )
+        counted = rank or level is not None
+        return Sums(
+            state, None if target is None else request.ungroup(score), request.ungroup(ranks) if counted else None
+        )
+
+    def _lead(self) -> tuple[int, ...]:
+        """The batch dimensions of the rows in canonical form."""
+        groups, batch = self._rows.groups, self._batch
+        return batch if groups == 1 else (*batch[:-1], batch[-1] // groups, groups)
+
+    def _pieces(self, source: int) -> Sequence[Piece]:
+        n = self.sizes[source]
+        if self.view is None:
+            return (Piece(slice(0, n), sum(self.sizes[:source]), ()),)
+        found = []
+        for keys, first, support in self.view(source, n):
+            if isinstance(support, Support):
+                bound = support.bind(self._rows.n_query, keys.stop - keys.start, self._batch, self._rows.query.device)
+                support = () if any(term.trivial for term in bound) else bound
+            found.append(Piece(keys, first, tuple(self._term(term) for term in support or ())))
+        return found
+
+    def _term(self, term: Term) -> Term:
+        """Aligned with the rows, and split into the groups of the heads where there are any."""
+
+        def row(vector: Tensor | None) -> Tensor | None:
+            return None if vector is None else self._split(_pad(vector, len(self._batch) + 1), 1)
+
+        mask = None if term.mask is None else self._split(_pad(term.mask, len(self._batch) + 2), 2)
+        return Term(row(term.start), row(term.stop), row(term.query_segment), row(term.key_segment), mask, term.hole)
+
+    def _split(self, tensor: Tensor, tail: int) -> Tensor:
+        groups = self._rows.groups
+        if groups == 1:
+            return tensor
+        at = tensor.dim() - tail - 1
+        heads = tensor.shape[at]
+        out: Tensor = tensor.unflatten(at, (1, 1) if heads == 1 else (heads // groups, groups))
+        return out
+
+
+def _rows_of(request: Request) -> tuple[int, ...]:
+    batch = request.batch
+    return batch if request.groups == 1 else (*batch[:-2], batch[-2] * batch[-1])
+
+
+def _pad(tensor: Tensor, dims: int) -> Tensor:
+    return tensor.view(*[1] * (dims - tensor.dim()), *tensor.shape)
