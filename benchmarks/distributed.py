@@ -1,0 +1,253 @@
+"""Ring or gather across processes: when does passing blocks round beat fetching all keys, and does the model know?
+
+Real gloo processes on this machine, one thread each. Latency, bandwidth, the engine's rate and how far work and traffic
+overlap are measured in each world; `partita.distributed.cost` predicts both times from them. With more processes than
+cores everything is slower, which the calibration sees too: it runs in the same world at the same time on all ranks.
+
+The last table is a MODEL, not a measurement: the same formulas with assumed numbers of large machines.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partita.distributed import Ring, Team, pass_on, team_of, wait
+from partita.distributed.cost import Machine, Work, crossing, gather_time, ring_bytes, ring_time
+from partita.gibbs import Gibbs
+
+from .harness import Options, Row
+
+DIM = 128
+WORLDS = {2: (16, 64, 256, 1024, 4096), 4: (16, 64, 256, 1024, 4096), 8: (16, 64, 256, 1024)}  # ranks: rows of each
+QUICK = {2: (16, 32)}
+SMALL, LARGE = 1 << 10, 1 << 22  # bytes of the messages that latency and bandwidth are read off
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What rank 0 reports of a world."""
+
+    machine: Machine
+    ring_s: dict[int, float]
+    gather_s: dict[int, float]
+
+
+def cases(options: Options) -> Iterator[list[Row]]:
+    for world, sizes in (QUICK if options.quick else WORLDS).items():
+        if not options.wants(f"W={world}"):
+            continue
+        found = _run_world(world, sizes, options.repeat)
+        yield [_row(world, n, found) for n in sizes]
+        _say_crossing(world, sizes, found)
+    _extrapolate()
+
+
+def _row(world: int, n: int, found: Measured) -> Row:
+    work = Work(n, n, DIM)
+    ring, gather = ring_time(work, found.machine, world), gather_time(work, found.machine, world)
+    return Row(
+        "distributed",
+        f"contrast fwd+bwd W={world} {n} rows a rank d={DIM}",
+        "gather all keys",
+        found.ring_s[n],
+        found.gather_s[n],
+        "s",
+        load=os.getloadavg()[0],
+        note=f"model: ring {ring * 1e3:.2f} ms, gather {gather * 1e3:.2f} ms",
+        extra={"model_ring_s": ring, "model_gather_s": gather, "ring_bytes": ring_bytes(work, world)},
+    )
+
+
+def _say_crossing(world: int, sizes: tuple[int, ...], found: Measured) -> None:
+    ahead = [n for n in sizes if found.ring_s[n] <= found.gather_s[n]]
+    m = found.machine
+    predicted = crossing(Work(0, 0, DIM), m, world)
+    model = "at no size" if predicted is None else f"from {predicted} rows a rank"
+    measured = f"from {ahead[0]}" if ahead else f"not up to {sizes[-1]}"
+    print(
+        f"W={world}: hop {m.latency_s * 1e6:.0f} us + bytes / {m.bandwidth / 1e9:.2f} GB/s, "
+        f"work {m.overhead_s * 1e6:.0f} us + flops / {m.rate / 1e9:.1f} GF/s a rank, overlap {m.overlap:.2f}\n"
+        f"      ring at least as fast: model {model}; measured {measured} (of {', '.join(map(str, sizes))})",
+        flush=True,
+    )
+
+
+# ---- a world ---------------------------------------------------------------------------------------------------------
+
+
+def _run_world(world: int, sizes: tuple[int, ...], repeat: int) -> Measured:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        workers = [
+            context.Process(target=_serve, args=(rank, world, store, sizes, repeat, theirs), daemon=True)
+            for rank in range(world)
+        ]
+        for worker in workers:
+            worker.start()
+        if not ours.poll(1800):
+            raise RuntimeError(f"{world} processes gave no answer")
+        found: Measured = ours.recv()
+        for worker in workers:
+            worker.join(60)
+    return found
+
+
+def _serve(rank: int, world: int, store: str, sizes: tuple[int, ...], repeat: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    machine = _calibrate(world, repeat, max(sizes))
+    ring, gather, team = {}, {}, team_of(dist.group.WORLD)
+    for n in sizes:
+        query, key = (torch.randn(n, DIM, requires_grad=True) for _ in range(2))
+        ring[n] = _time(lambda q=query, k=key: _by_ring(q, k, team), repeat)  # type: ignore[misc]
+        gather[n] = _time(lambda q=query, k=key: _by_gathering(q, k), repeat)  # type: ignore[misc]
+    if rank == 0:
+        pipe.send(Measured(machine, ring, gather))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _time(call: Callable[[], object], repeat: int) -> float:
+    """Best over repetitions of the slowest rank's time, all ranks starting together."""
+    times = []
+    for turn in range(repeat + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        if turn:  # the first one warms up
+            times.append(float(spent))
+    return min(times)
+
+
+def _loss(log_partition: Tensor) -> Tensor:
+    return log_partition.sum()
+
+
+def _by_ring(query: Tensor, key: Tensor, team: Team) -> object:
+    sums = Ring(query, key, team=team, sizes=[len(key)] * team.size, scale=0.1).sums(statistics=False)
+    return torch.autograd.grad(_loss(sums.state.log_partition()), (query, key))
+
+
+def _by_gathering(query: Tensor, key: Tensor) -> object:
+    whole = _Gather.apply(key)  # type: ignore[no-untyped-call]
+    sums = Gibbs(query, whole, scale=0.1)._pass(statistics=False)
+    return torch.autograd.grad(_loss(sums.state.log_partition()), (query, key))
+
+
+class _Gather(torch.autograd.Function):
+    """All keys on every rank; their gradients summed to the ranks they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor) -> Tensor:
+        parts = [torch.empty_like(key) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, key.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        world = dist.get_world_size()
+        out = torch.empty_like(grad[: len(grad) // world])
+        dist.reduce_scatter(out, [part.contiguous() for part in grad.chunk(world)])
+        return out
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+def _line(x0: float, y0: float, x1: float, y1: float) -> tuple[float, float]:
+    """Intercept and inverse slope of the line through two points, neither below what a clock can tell."""
+    slope = max((y1 - y0) / (x1 - x0), 1e-15)
+    return max(y0 - slope * x0, 1e-7), 1.0 / slope
+
+
+def _calibrate(world: int, repeat: int, largest: int) -> Machine:
+    team = team_of(dist.group.WORLD)
+    # a ring of one: what a block costs without its journey
+    groups = [dist.new_group([rank]) for rank in range(world)]
+    alone = team_of(groups[dist.get_rank()])
+
+    def hop(size: int) -> float:
+        out, into = torch.zeros(size // 4), torch.zeros(size // 4)
+        return _time(lambda: wait(pass_on(team, out, into, 0)), repeat)
+
+    def collect(size: int) -> float:
+        own = torch.zeros(size // 4)
+        parts = [torch.empty_like(own) for _ in range(world)]
+        return _time(lambda: dist.all_gather(parts, own), repeat) / (world - 1)
+
+    def block(n: int) -> Callable[[], object]:
+        query, key = (torch.randn(n, DIM, requires_grad=True) for _ in range(2))
+        return lambda: _by_ring(query, key, alone)
+
+    few, many = 8, max(largest, 256)
+    latency, bandwidth = _line(SMALL, hop(SMALL), LARGE, hop(LARGE))
+    collective, collective_bandwidth = _line(SMALL, collect(SMALL), LARGE, collect(LARGE))
+    costs = {n: Work(n, n, DIM).forward_flops + Work(n, n, DIM).backward_flops for n in (few, many)}
+    work_s = {n: _time(block(n), repeat) for n in (few, many)}
+    overhead, rate = _line(costs[few], work_s[few], costs[many], work_s[many])
+
+    out, into, busy = torch.zeros(LARGE // 4), torch.zeros(LARGE // 4), block(many)
+
+    def together() -> None:
+        moves = pass_on(team, out, into, 0)
+        busy()
+        wait(moves)
+
+    traffic_s, both_s = hop(LARGE), _time(together, repeat)
+    hidden = (traffic_s + work_s[many] - both_s) / max(min(traffic_s, work_s[many]), 1e-9)
+    overlap = min(1.0, max(0.0, hidden))
+    # forward and backward are two calls: each has half of what starting both costs
+    return Machine(latency, bandwidth, rate, overhead / 2, overlap, collective, collective_bandwidth)
+
+
+# ---- the model, far away ---------------------------------------------------------------------------------------------
+
+# An accelerator that reaches 400 TFLOP/s in bfloat16, 20 us to start a kernel, and a 400 Gb/s network card of its own
+# that moves bytes by itself (10 us a hop, 45 GB/s). No congestion, no stragglers, every hop alike.
+FAR = Machine(latency_s=10e-6, bandwidth=45e9, rate=4e14, overhead_s=20e-6, overlap=1.0)
+FAR_WORK = {
+    "contrast, 1024 pairs a device, d=1024": Work(1024, 1024, 1024, item_bytes=2),
+    "attention, 8192 positions a device, 32 heads, d=128": Work(8192, 8192, 128, 128, batch=32, item_bytes=2),
+}
+
+
+def _extrapolate() -> None:
+    print("\nMODEL, not a measurement: 400 TFLOP/s (bfloat16) a device, 20 us to start a kernel, 10 us a hop, 45 GB/s,")
+    print("traffic hidden behind work, no congestion and no stragglers; memory is that of the keys and values held")
+    names = ("ring", "gather", "ring sends", "ring holds", "gather holds")
+    print(f"{'work':<54} {'devices':>7} " + " ".join(f"{name:>12}" for name in names))
+    for name, work in FAR_WORK.items():
+        for world in (8, 64, 1024, 16384):
+            sent, held, whole = ring_bytes(work, world), 3 * work.block_bytes, world * work.block_bytes
+            times = _seconds(ring_time(work, FAR, world)), _seconds(gather_time(work, FAR, world))
+            cells = (*times, _size(sent), _size(held), _size(whole))
+            print(f"{name:<54} {world:>7} " + " ".join(f"{cell:>12}" for cell in cells))
+        print(f"{'':<54} ring at least as fast from {crossing(work, FAR, 64)} rows a device on 64 devices")
+
+
+def _seconds(x: float) -> str:
+    return f"{x * 1e3:.2f} ms" if x < 1 else f"{x:.2f} s"
+
+
+def _size(x: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if x < 1024:
+            return f"{x:.0f} {unit}"
+        x /= 1024
+    return f"{x:.1f} TB"
