@@ -301,3 +301,16 @@ def test_contrastive_health_is_shown(tmp_path: Path, visit: Any) -> None:
 def test_a_head_with_nan_is_not_called_healthy(tmp_path: Path, visit: Any) -> None:
     page, _ = visit(write(synthetic.record(missing=True), tmp_path / "r.html"))
     assert page.locator("#reading").inner_text().startswith("Broken")
+
+
+def test_what_was_not_seen_is_not_called_fine(tmp_path: Path, visit: Any) -> None:
+    def marks(record: Record) -> list[str]:
+        page, _ = visit(write(record, tmp_path / "r.html"))
+        return [t for t in page.locator(".status span:has(svg)").all_inner_texts() if t]
+
+    whole = ["attention", "scores", "sinks", "coverage"]
+    assert marks(synthetic.record(1, 1, 3)) == whole
+    assert marks(synthetic.record(1, 1, 3, sick=True)) == [*whole[:3], "contrast", "coverage"]
+    assert marks(Record()) == []
+    page, _ = visit(write(Record(), tmp_path / "r.html"))
+    assert page.locator("#findings svg").get_attribute("aria-label") == "warning"

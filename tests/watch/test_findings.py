@@ -283,11 +283,13 @@ def test_codes_are_those_of_the_contract() -> None:
 
 def test_learning_from_scratch_is_news_and_no_fault() -> None:
     """Scores that grow from nothing and heads that leave the uniform distribution, far from any level that hurts."""
-    scales = [0.1] * 6 + [1.5 + 0.15 * t for t in range(10)]
+    scales = [0.1] * 7 + [1.5 + 0.07 * t for t in range(23)]
     steps = [(q * scale, k) for t, scale in enumerate(scales) for q, k in [healthy(seed=t)]]
     found = run(*steps).findings()
     assert {f.code for f in found} == {"LOGIT_GROWTH", "ENTROPY_DROP"}
     assert {f.severity for f in found} == {"info"}
+    late = run(*steps[:7], *steps[:7], *steps[:7], *steps[7:])
+    assert {f.severity for f in late.findings() if f.code == "ENTROPY_DROP"} == {"warning"}
 
 
 def test_vectors_that_are_zero_or_nan_keep_their_loss_in_the_record() -> None:

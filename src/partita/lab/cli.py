@@ -59,10 +59,10 @@ def build() -> argparse.ArgumentParser:
         commands,
         "demo",
         run_demo,
-        "watch a real encoder, train a small language model, write out/report.html and out/lab.html",
+        "watch a real encoder, train a small language model, run a few studies, write out/report.html and out/lab.html",
     )
     demo.add_argument("-o", "--out", type=Path, default=Path("out"), help="folder for the pages and records (out)")
-    demo.add_argument("--minutes", type=float, default=3.0, help="time for the training part (3)")
+    demo.add_argument("--minutes", type=float, default=2.75, help="time for the training part (2.75)")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--quick", action="store_true", help="a few steps only: shows that everything runs")
 
@@ -88,6 +88,9 @@ def build() -> argparse.ArgumentParser:
     )
     report.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="a second record to compare with")
     report.add_argument("-o", "--out", type=Path, default=Path("report.html"))
+    report.add_argument(
+        "--studies", type=Path, metavar="DIR", help="show the experiments that `partita study run --out DIR` finished"
+    )
     report.add_argument("--json", action="store_true", help="print the findings as JSON")
     report.add_argument("--fail-on", choices=["info", "warning", "error"])
 
@@ -207,6 +210,13 @@ def run_report(options: argparse.Namespace) -> int:
 
     record = load(options.record)
     other = load(options.other) if options.other else None
+    if options.studies:
+        from partita.lab.report.studies import KIND, gather
+
+        finished = gather(options.studies)
+        if not finished:
+            raise UsageError(f"{options.studies} holds no finished experiment. Make one: partita study run NAME.")
+        record.studies = [row for row in record.studies if row.get("study") != KIND] + finished
     path = record.report(options.out, other)
     findings = find(record)
     if options.json:

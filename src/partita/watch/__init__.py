@@ -62,6 +62,7 @@ def watch(
     """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
 
     A context manager, and a handle (`detach` ends it). A step is one call of the model, or what `set_step` says.
+    A model that torch.compile made runs without it while it is watched, and the coverage says so.
 
     every: look at one step of so many.
     rows: look at so many evenly spaced queries per call (None: all); the largest score is then a lower bound.

@@ -43,6 +43,7 @@ class Thresholds:
     logit_error: float = 100.0
     growth_ratio: float = 2.0  # last quarter of the run over the first
     growth_level: float = 10.0  # growth below this score is of no interest
+    untrained: float = 0.9  # H / log(visible) above which a head has not begun to select
     entropy_drop: float = 0.3  # fall of H / log(visible) between neighbouring windows
     dilution_slope: float = 0.8  # d log(width) / d log(visible), 1 for an average over all keys
     dilution_span: float = 2.0  # lengths must differ by this factor

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.watch import outputs, probes, sites
+from partita.watch import compiled, outputs, probes, sites
 from partita.watch.findings import Thresholds
 from partita.watch.provenance import provenance
 from partita.watch.reading import Coverage, Reading
@@ -52,6 +51,7 @@ class Watch(Reading):
         if rows is not None and (not isinstance(rows, int) or rows < 1):
             raise ValueError(f"rows must be None (every row) or a number of rows, at least 1; got {rows!r}.")
         self.model = sites.unwrap(model)
+        self._plain = [compiled.Plain(module, name) for module, name in compiled.compiled(model)]
         self.every, self.rows, self.maps = every, rows, [tuple(m) for m in maps]
         self.layers = [layers] if isinstance(layers, (int, str)) else None if layers is None else list(layers)
         self.thresholds = thresholds if isinstance(thresholds, Thresholds) else Thresholds().with_(**(thresholds or {}))
@@ -82,7 +82,7 @@ class Watch(Reading):
         self._map_bytes = self._largest = 0
         self._thread = threading.get_ident()
         self._mode: Seams | None = None
-        self._stance: Any = None
+        self._compile = compiled.Off()
         self._follows: list[sites.Follow] = []
         self.attach()
 
@@ -96,21 +96,25 @@ class Watch(Reading):
             self._follows = [sites.Follow(name, module, self._around) for name, module in sites.followed(self.model)]
             for follow in self._follows:
                 follow.attach()
+            for plain in self._plain:
+                plain.attach()
         return self
 
     def detach(self) -> None:
         """Leave the model as it was found; what was recorded stays."""
         if self._attached:
             self._attached = False
+            for plain in self._plain:
+                plain.detach()
             for follow in reversed(self._follows):
                 follow.detach()
-            self._eager(False)
+            self._compile.off()
         self._flush()
         self.observing = False
 
     def __enter__(self) -> Watch:
         self.attach()
-        self._eager(True)
+        self._compile.on()
         self._mode = Seams(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -123,15 +127,6 @@ class Watch(Reading):
                 mode.__exit__(*error)  # type: ignore[no-untyped-call]
         finally:
             self.detach()
-
-    def _eager(self, on: bool) -> None:
-        """Compiled graphs have no functions to see: while watched, torch.compile runs the plain model."""
-        if on and self._stance is None and "torch._dynamo" in sys.modules:
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
-        elif not on and self._stance is not None:
-            stance, self._stance = self._stance, None
-            stance.__exit__(None, None, None)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -342,6 +337,11 @@ class Watch(Reading):
     def coverage(self) -> Coverage:
         """Which attention modules were observed, which were not, and why."""
         found = sites.coverage(self.model, self._module_seen, self._called)
+        if self._plain:
+            found["compiled"] = compiled.RAN_PLAINLY
+            found["text"] += "; " + compiled.RAN_PLAINLY
+        if compiled.loaded() and not self._called:
+            found["text"] += "; " + compiled.NOT_SEEN
         if self._errors:
             found["errors"] = dict(self._errors)
             found["text"] += "; " + "; ".join(f"{n} calls could not be observed ({e})" for e, n in self._errors.items())

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from partita import Gibbs
+from partita.contrastive import alignment, uniformity
 from partita.watch.probes import spread
 
 ROWS = 1024
 CELLS = 4_000_000  # scores looked at in one call
 BINS = 10
+SPHERE = 256  # vectors whose distances are looked at
 Numbers = dict[str, Any]
 
 
@@ -147,6 +149,14 @@ def _contrast(scores: Tensor, positive: Tensor, loss: Tensor) -> Numbers:
     }
 
 
+def _sphere(anchor: Tensor, positive: Tensor) -> Numbers:
+    """How close pairs are and how far apart the rest, on normalised vectors of at most `SPHERE` anchors."""
+    few = spread(len(anchor), min(len(anchor), SPHERE), 0.5, anchor.device)
+    anchor, positive = anchor.index_select(0, few), positive.index_select(0, few)
+    apart = uniformity(anchor).double() if len(anchor) > 1 else torch.tensor(math.nan)
+    return {"alignment": alignment(anchor, positive).double(), "uniformity": apart}
+
+
 def _pairs(
     query: Tensor, key: Tensor, scale: Any, positive: Tensor, rows: Tensor, hidden: Tensor | None = None
 ) -> Numbers:
@@ -161,6 +171,7 @@ def _pairs(
         out
         | _contrast(scores, positive, out["loss"])
         | norms
+        | _sphere(query.index_select(0, rows), key.index_select(0, positive))
         | {"scale": torch.as_tensor(scale, dtype=torch.float64), "classes": None}
     )
 
@@ -196,6 +207,7 @@ def info_nce(
     zero = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
     out = _rows(scores, zero, zero == 0)
     norms = {"norm_query": anchor.norm(dim=-1).mean(), "norm_key": positive.norm(dim=-1).mean()}
+    norms |= _sphere(anchor, positive)
     return out | _contrast(scores, zero, out["loss"]) | norms | {"scale": torch.as_tensor(scale, dtype=torch.float64)}
 
 

@@ -137,12 +137,16 @@ def growth(record: Record, series: Series, limits: Thresholds) -> Iterator[Findi
     for layer, hits in series.by_layer(test):
         where, (level, ratio) = max(hits, key=lambda h: h[1][0])
         grown = f", {ratio:.1f} times the first quarter of the run" if ratio > 1 else ""
+        # a model that learns from scratch grows its scores too: far below the level that hurts, that is news, no fault
+        far = level < limits.logit_warning / 2
         yield Finding(
-            "error" if level >= limits.logit_error else "warning",
+            "error" if level >= limits.logit_error else "info" if far else "warning",
             "LOGIT_GROWTH",
             _place(layer, hits),
             f"largest score {level:.1f} in head {where[1]}{grown}",
-            "Scores of this size lose digits in half precision and freeze the softmax.",
+            "Scores grow; that is how a head learns to select, and harmless while it stops."
+            if far
+            else "Scores of this size lose digits in half precision and freeze the softmax.",
             "normalise query and key, cap the scores (softcap), or lower the learning rate of their projections.",
             "medium",
             f"level {limits.logit_warning:g}/{limits.logit_error:g}, growth x{limits.growth_ratio:g} above "
@@ -153,32 +157,37 @@ def growth(record: Record, series: Series, limits: Thresholds) -> Iterator[Findi
 
 
 def drop(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    def test(where: Where) -> tuple[float, float, float] | None:
+    def test(where: Where) -> tuple[float, float, float, bool] | None:
         values = series.column(where, "normalized_entropy")
         window = max(2, min(8, len(values) // 4))
         if len(values) < 2 * window or not _same_length(series, where):
             return None
         falls = [
-            (median(values[t - window : t]), median(values[t : t + window]))
+            (median(values[t - window : t]), median(values[t : t + window]), t)
             for t in range(window, len(values) - window + 1)
         ]
-        before, after = max(falls, key=lambda f: f[0] - f[1])
+        before, after, when = max(falls, key=lambda f: f[0] - f[1])
         now = median(last(values))
+        # heads that start by averaging all keys learn to select early in a run
+        learned = values[0] > limits.untrained and 3 * when <= len(values) and now > limits.collapsed
         # a fall that healed is history, and a slow decline is learning
         return (
-            (before - after, before, now)
+            (before - after, before, now, learned)
             if before - after > limits.entropy_drop and before - now > limits.entropy_drop / 2
             else None
         )
 
     for layer, hits in series.by_layer(test):
-        where, (_, before, now) = max(hits, key=lambda h: h[1][0])
+        where, (_, before, now, _) = max(hits, key=lambda h: h[1][0])
+        first = all(learned for _, (_, _, _, learned) in hits)
         yield Finding(
-            "warning",
+            "info" if first else "warning",
             "ENTROPY_DROP",
             _place(layer, hits),
             f"H/log(visible) fell from {before:.2f} to {now:.2f} within a few steps in head {where[1]}",
-            "A sudden fall often comes before a spike of the loss.",
+            "A head that averaged all keys has begun to select: learning, unless the loss rises there."
+            if first
+            else "A sudden fall often comes before a spike of the loss.",
             "compare with the loss at that step; lower the learning rate, clip gradients, or add warm-up.",
             "low",
             f"fall > {limits.entropy_drop:g} between neighbouring windows",

@@ -34,6 +34,8 @@ class Follow:
         functools.update_wrapper(self, self.inner)  # inspect.signature keeps working
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.inner(*args, **kwargs)  # traced past the watch: nothing breaks the graph, nothing is seen
         return self.around(self, args, kwargs)
 
     def attach(self) -> None:

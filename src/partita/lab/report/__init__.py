@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from partita.lab.report import pack
+from partita.lab.draw import stylesheet
+from partita.lab.report import pack, studies
 from partita.lab.report.html import asset, page
 from partita.lab.report.verdict import HABITS, fallback, sentence
 from partita.watch.findings import Finding, Thresholds, find
@@ -15,7 +16,10 @@ from partita.watch.record import Record, clean
 
 __all__ = ["notebook", "render", "write"]
 
-SCRIPTS = ("base.js", "chart.js", "data.js", "atlas.js", "head.js", "views.js", "advice.js", "method.js", "main.js")
+SCRIPTS = (
+    *("base.js", "chart.js", "data.js", "atlas.js", "head.js", "views.js", "advice.js"),
+    *("studies.js", "method.js", "main.js"),
+)
 NAME_LENGTH = 300  # a module name of 10,000 characters is cut in the page; the record keeps it
 
 
@@ -31,10 +35,10 @@ def render(
     limits = thresholds or Thresholds()
     run, findings = _run(record, title, limits)
     run["links"] = list((links or {}).items())
-    data = {"run": run, "other": _run(other, None, limits)[0] if other else None}
+    data = {"run": run, "other": _run(other, None, limits)[0] if other else None, "figureStyle": stylesheet()}
     return page(
         title=f"{run['title']} · partita",
-        style=asset(__name__, "base.css", "report.css"),
+        style=asset(__name__, "base.css", "report.css") + stylesheet(),  # the policy allows no style inside a figure
         script=asset(__name__, *SCRIPTS),
         data=data,
         fallback=fallback(record, findings, run["sentence"]),
@@ -68,6 +72,7 @@ def _run(record: Record, title: str | None, limits: Thresholds) -> tuple[dict[st
         options=clean(record.provenance.get("options") or {}),
         coverage=coverage,
         overhead=clean(record.overhead),
+        experiments=studies.packed(clean(record.studies)),
     )
     return run, findings
 

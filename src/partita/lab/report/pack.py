@@ -13,6 +13,7 @@ import struct
 from array import array
 from typing import Any
 
+from partita.lab.report.studies import KIND
 from partita.watch.record import BAND_COLUMNS, Block, Record, clean
 
 METRICS = (
@@ -54,7 +55,7 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
         "keys": {str(c["layer"]): clean(c.get("keys") or []) for c in record.curves},
         "maps": {f"{m['layer']},{m['head']}": clean(m) for m in record.maps},
         "losses": _losses(record, points),
-        "studies": clean(record.studies),
+        "studies": clean([row for row in record.studies if row.get("study") != KIND]),
         "totals": {k: _total(record, k) for k in ("rows", "single", "nonfinite")},
     }
 
@@ -180,6 +181,10 @@ LOSS_COLUMNS = (
     "bound",
     "cap",
     "scale",
+    "alignment",
+    "uniformity",
+    "norm_query",
+    "norm_key",
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 
+from partita.lab.report.studies import KIND
 from partita.watch.findings import Finding
 from partita.watch.record import Record
 
@@ -16,6 +17,11 @@ WORDS = {
     "ENTROPY_DROP": "lost entropy suddenly",
     "DUPLICATE_HEADS": "duplicate another",
     "NONFINITE": "produced NaN or infinity",
+}
+ONE = {
+    "HEAD_UNIFORM": "selects nothing",
+    "LOGIT_GROWTH": "has runaway scores",
+    "DUPLICATE_HEADS": "duplicates another",
 }
 
 
@@ -33,7 +39,8 @@ def sentence(record: Record, findings: list[Finding]) -> str:
         if count:
             layers = Counter(h[0] for f in found for h in f.heads).most_common(1)[0][0]
             only = len({h[0] for f in found for h in f.heads}) == 1
-            parts.append(f"{count} {words}{' in' if only else ', most in'} layer {layers}")
+            said = ONE.get(code, words) if count == 1 else words
+            parts.append(f"{count} {said}{' in' if only else ', most in'} layer {layers}")
     dilution = next((f for f in faults if f.code == "LENGTH_DILUTION"), None)
     if dilution:
         parts.append("attention dilutes with length: " + dilution.evidence.split(" (")[0])
@@ -58,8 +65,14 @@ def fallback(record: Record, findings: list[Finding], text: str) -> str:
         if b.step == last
     )
     head = "<tr><th>layer</th><th>name</th><th>mean H / log(visible)</th></tr>"
+    studies = "".join(
+        f"<li>{html.escape(_cut(str(r.get('question'))))} {html.escape(_cut(str(r.get('answer'))))}: "
+        f"{html.escape(_cut(str(r.get('evidence'))))}</li>"
+        for r in record.studies
+        if r.get("study") == KIND
+    )
     note = "<p>The figures need scripts; they run offline.</p>"
-    return f"<h1>{html.escape(text)}</h1><ul>{rows}</ul><table>{head}{cells}</table>{note}"
+    return f"<h1>{html.escape(text)}</h1><ul>{rows}</ul><table>{head}{cells}</table><ul>{studies}</ul>{note}"
 
 
 def _mean(values: list[float]) -> str:

@@ -22,7 +22,7 @@ function atlasView(run, other) {
   let cells = new Map();
   function describe(layer, head) {
     const v = read(layer, head), marks = flags[`${layer},${head}`] || [];
-    return `${place(layer, head)} at step ${run.steps[SEEN.step]}: ${METRICS[SEEN.metric].label} ${SEEN.diff ? "differs by " : ""}${fmt(v)}${marks.length ? " · " + marks.join(", ") : ""} · ${tail(run.sites[layer].name, 60)}`;
+    return `${place(layer, head)} at ${stepName(run, SEEN.step)}: ${METRICS[SEEN.metric].label} ${SEEN.diff ? "differs by " : ""}${fmt(v)}${marks.length ? " · " + marks.join(", ") : ""} · ${tail(run.sites[layer].name, 60)}`;
   }
   function colourer() {
     if (SEEN.diff && other) {
@@ -33,7 +33,7 @@ function atlasView(run, other) {
     return { lo, hi, colour: (v) => cividis((v - lo) / (hi - lo || 1)), signed: false };
   }
   function draw() {
-    metric.value = SEEN.metric; scrub.value = SEEN.step; when.textContent = "step " + (run.steps.length ? run.steps[SEEN.step] : "none");
+    metric.value = SEEN.metric; scrub.value = SEEN.step; when.textContent = stepName(run, SEEN.step);
     const scale = colourer();
     legend.replaceChildren(colourScale(scale.lo, scale.hi, scale.colour, scale.signed));
     note.textContent = METRICS[SEEN.metric].note + ". A corner mark is a finding.";
@@ -74,7 +74,7 @@ function atlasView(run, other) {
   }
   metric.addEventListener("change", () => { SEEN.metric = metric.value; state.metric = SEEN.metric; draw(); for (const f of followers) if (f !== draw) f(); writeHash(); });
   scrub.addEventListener("input", () => { SEEN.step = Number(scrub.value); state.step = run.steps[SEEN.step]; draw(); for (const f of stepFollowers) f(); writeHash(); });
-  const fig = figure({ id: "atlas-figure", title: "Which heads are unhealthy?", subtitle: `${run.index.length} heads in ${layers} layers, ${run.steps.length} recorded step${run.steps.length === 1 ? "" : "s"}`,
+  const fig = figure({ id: "atlas-figure", title: "Which heads are unhealthy?", subtitle: `${run.index.length} head${run.index.length === 1 ? "" : "s"} in ${layers} layer${layers === 1 ? "" : "s"}, ${run.steps.length} recorded step${run.steps.length === 1 ? "" : "s"}`,
     help: ["p(j|i) = exp(score_ij) / Z_i;  H = log Z - E[score];  width = exp(H).", "Each square is one head; arrow keys move, the figures below follow. The number at the right is the mean of the layer.", "Worrying: dark squares under entropy / log(visible) (one key), the brightest ones (no selection), largest scores above 50."] });
   fig.table = () => [["layer", "head", "name", "step", SEEN.metric], ...run.index.map(([l, h]) => [l, h, run.sites[l].name, run.steps[SEEN.step], read(l, h)])];
   fig.body.append(el("div", { class: "atlas" }, el("div", { class: "row" }, el("label", {}, "colour", metric), legend, el("div", { class: "scrub" }, el("label", { for: "step" }, "time"), scrub, when), diff), holder, picked, note));

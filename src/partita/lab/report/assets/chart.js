@@ -9,7 +9,7 @@ function figure(options) {
   f.sub = el("p", { class: "sub" }, options.subtitle || "");
   const name = (options.id || "figure").replace(/[^a-z0-9-]/gi, "-");
   f.tools = el("span", { class: "tools" },
-    el("button", { class: "bare", type: "button", title: "save this figure as SVG", onclick: () => f.svg && download(name + ".svg", "image/svg+xml", exportSVG(f.svg)) }, "SVG"),
+    !options.table && el("button", { class: "bare", type: "button", title: "save this figure as SVG", onclick: () => f.svg && download(name + ".svg", "image/svg+xml", (f.text || exportSVG)(f.svg)) }, "SVG"),
     el("button", { class: "bare", type: "button", title: "save the numbers as CSV", onclick: () => download(name + ".csv", "text/csv", f.table().map((r) => r.map(csvCell).join(",")).join("\n") + "\n") }, "CSV"),
     options.help && el("button", { class: "bare", type: "button", "aria-label": "how to read this figure", "aria-expanded": "false", onclick: (e) => { f.help.hidden = !f.help.hidden; e.currentTarget.setAttribute("aria-expanded", String(!f.help.hidden)); } }, "?"));
   f.node = el("figure", { id: options.id }, el("header", {}, el("div", {}, f.title, f.sub), f.tools), f.help, options.controls, f.body, f.read, f.pins);
@@ -34,7 +34,7 @@ function exportSVG(svg) {
 }
 function niceTicks(lo, hi, count) {
   const span = hi - lo || 1, raw = span / Math.max(1, count), base = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((k) => k * base).find((s) => s >= raw - 1e-12) || raw;
+  const step = [1, 2, 5, 10].map((k) => k * base).find((s) => s >= 0.75 * raw) || raw;
   const ticks = [];
   for (let v = Math.ceil(lo / step - 1e-9) * step; v <= hi + step * 1e-6; v += step) ticks.push(Math.abs(v) < step * 1e-6 ? 0 : Number(v.toPrecision(12)));
   return ticks;
@@ -54,10 +54,10 @@ function axisScale(domain, range, log) {
 function widen([lo, hi], log) { if (lo === hi) return log ? [lo / 2, hi * 2] : [lo - (Math.abs(lo) * 0.1 || 1), hi + (Math.abs(hi) * 0.1 || 1)]; return [lo, hi]; }
 // spec: {x:{label,log,domain}, y:{...}, series:[{name,kind:line|band|dots|rule,x,y,lo,hi,colour,dash,label,context,r,text}], height}
 function xy(f, spec) {
-  const W = Math.max(260, f.body.clientWidth || 480), H = spec.height || 240, narrow = W < 520;
-  const wantsLabels = spec.series.some((s) => s.label && s.kind !== "dots");
-  const longest = Math.max(0, ...spec.series.filter((s) => s.label).map((s) => Math.min(22, s.label.length)));
-  const M = { l: 50, r: wantsLabels && !narrow ? 18 + longest * 6.4 : 14, t: 10, b: 38 };
+  const W = Math.max(260, f.body.clientWidth || 480), H = spec.height || 240, narrow = W < 380;
+  const beside = spec.series.filter((s) => s.label && s.kind !== "dots" && s.kind !== "rule");
+  const longest = Math.max(0, ...beside.map((s) => Math.min(22, s.label.length)));
+  const M = { l: 50, r: beside.length && !narrow ? 18 + longest * 6.4 : 14, t: 10, b: 38 };
   const finite = (axis, keys) => spec.series.filter((s) => !s.aside).flatMap((s) => keys.flatMap((k) => s[k] || [])).filter((v) => ok(v) && (!axis.log || v > 0));
   const xr = spec.x.domain || extent(finite(spec.x, ["x"])), yr = spec.y.domain || extent([...finite(spec.y, ["y", "lo", "hi"]), ...(spec.y.include || [])]);
   f.table = () => [["series", spec.x.label, spec.y.label, "low", "high"], ...spec.series.flatMap((s) => (s.x || []).map((x, i) => [s.name, x, s.y ? s.y[i] : "", s.lo ? s.lo[i] : "", s.hi ? s.hi[i] : ""]))];
@@ -81,8 +81,8 @@ function xy(f, spec) {
       const vertical = ok(s.at.x), v = vertical ? s.at.x : s.at.y;
       if (!inside(v, vertical ? xd : yd)) return;
       svg.append(sv("line", vertical ? { x1: X(v), x2: X(v), y1: M.t, y2: H - M.b, stroke: colour, "stroke-dasharray": "4 4" } : { x1: M.l, x2: W - M.r, y1: Y(v), y2: Y(v), stroke: colour, "stroke-dasharray": "4 4" }));
-      const flip = vertical && X(v) + 6 * (s.label || "").length > W - 8;
-      svg.append(sv("text", vertical ? { class: "axis halo", x: X(v) + (flip ? -4 : 4), y: M.t + 9, "text-anchor": flip ? "end" : "start" } : { class: "axis halo", x: M.l + 6, y: Y(v) - 4 }, s.label || ""));
+      const flip = vertical && X(v) + 8 + 6.4 * (s.label || "").length > W - M.r;
+      svg.append(sv("text", vertical ? { class: "axis halo", x: X(v) + (flip ? -4 : 4), y: narrow ? H - M.b - 6 : M.t + 9, "text-anchor": flip ? "end" : "start" } : { class: "axis halo", x: s.end ? W - M.r - 4 : M.l + 6, y: Y(v) - 4, "text-anchor": s.end ? "end" : "start" }, s.label || ""));
       return;
     }
     if (s.kind === "band") {

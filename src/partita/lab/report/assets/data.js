@@ -40,4 +40,6 @@ function domainOf(run, metric) {
   const range = extent(run.values[metric] || []);
   return range ? (range[0] === range[1] ? [range[0] - 0.5, range[1] + 0.5] : range) : [0, 1];
 }
+// a step may carry the name of what was read there
+const stepName = (run, t) => { const name = ((run.provenance || {}).step_names || {})[run.steps[t]]; return "step " + (run.steps.length ? run.steps[t] : "none") + (name ? ` (${clip(name, 40)})` : ""); };
 const place = (layer, head) => `layer ${layer} head ${head}`;

@@ -3,6 +3,7 @@ function readingOf(run, layer, head, limits) {
   const n = run.steps.length, from = n - Math.max(1, Math.floor(n / 4));
   const late = (m) => quantile(run.line(m, layer, head).slice(from), 0.5);
   const h = late("normalized_entropy"), p50 = ok(late("entropy_p50")) ? late("entropy_p50") : h, top = late("max_score"), sink = Math.max(late("sink_first") || 0, late("sink_top") || 0);
+  if ((run.flags[`${layer},${head}`] || []).includes("NONFINITE")) return ["error", `Broken: some of its rows had NaN or infinite scores.${ok(h) ? ` The others use ${fmt(h, 3)} of the possible entropy.` : ""} Look at the inputs of this layer at the first bad step.`];
   if (!ok(h)) return ["warning", "No row with two or more visible keys was recorded for this head, so nothing can be said about it."];
   if (p50 < limits.collapsed) return ["warning", `Too peaked: half of the rows use ${fmt(p50, 2)} of the entropy they could have. Little gradient reaches the scores; a smaller scale or normalised queries and keys would open it.`];
   if (h > limits.uniform) return ["warning", `Too uniform: ${fmt(h, 4)} of the possible entropy. The head averages all keys; a larger or length-aware scale would let it choose.`];
@@ -45,7 +46,7 @@ function headViews(run) {
     keys.sub.textContent = "mean mass by key position, last sampled step";
     if (!strongest || !strongest.length) keys.empty("No sampled rows for this layer.");
     else xy(keys, { height: 190, x: { label: "rank of the key", whole: true, domain: [0.5, strongest.length + 0.5] }, y: { label: "mass", domain: [0, Math.max(0.3, ...strongest.map((k) => k[1])) * 1.15] }, describe: (p) => `key ${strongest[p.i][0]}: ${fmt(p.y)} of the mass`,
-      series: [...strongest.map((k, i) => ({ name: "", kind: "line", mute: true, width: 14, colour: lineColour(0), x: [i + 1, i + 1], y: [0, k[1]] })), { name: "keys", kind: "dots", r: 4, colour: lineColour(0), x: strongest.map((_, i) => i + 1), y: strongest.map((k) => k[1]) }, { name: "sink", kind: "rule", at: { y: run.thresholds.sink }, label: "sink threshold", colour: "var(--soft)" }] });
+      series: [...strongest.map((k, i) => ({ name: "", kind: "line", mute: true, width: 14, colour: lineColour(0), x: [i + 1, i + 1], y: [0, k[1]] })), { name: "keys", kind: "dots", r: 4, colour: lineColour(0), x: strongest.map((_, i) => i + 1), y: strongest.map((k) => k[1]) }, { name: "sink", kind: "rule", at: { y: run.thresholds.sink }, label: "sink threshold", end: true, colour: "var(--soft)" }] });
     if (strongest && keys.svg) strongest.forEach((k, i) => keys.svg.append(sv("text", { class: "tick halo", x: keys.X(i + 1), y: keys.Y(k[1]) - 9, "text-anchor": "middle" }, `key ${k[0]}`)));
     const pooled = run.maps[`${layer},${head}`];
     map.sub.textContent = pooled ? `${pooled.rows} x ${pooled.columns} cells over ${pooled.n_query} queries and ${pooled.n_key} keys, step ${pooled.step}` : "";

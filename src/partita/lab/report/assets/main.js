@@ -8,10 +8,12 @@ function findingItem(run, f) {
 function verdict(run, other) {
   const o = run.overhead || {}, worst = (codes) => { const s = run.findings.filter((f) => codes.includes(f.code)).map((f) => f.severity); return s.includes("error") ? "error" : s.includes("warning") ? "warning" : "fine"; };
   const groups = [["attention", ["HEAD_COLLAPSED", "HEAD_UNIFORM", "ENTROPY_DROP", "DUPLICATE_HEADS", "LENGTH_DILUTION"]], ["scores", ["LOGIT_GROWTH", "NONFINITE"]], ["sinks", ["SINK_HEAD"]], ["contrast", ["NOT_NORMALISED", "EFFECTIVE_NEGATIVES_LOW", "MI_SATURATED", "SCALE_AT_CAP"]], ["coverage", ["COVERAGE"]]];
+  // what was not there to be judged gets no mark: a green one would be a claim
+  const judged = { attention: run.index.length && run.steps.length, scores: run.index.length && run.steps.length, sinks: run.index.length && run.steps.length, contrast: Object.values(run.losses).some((l) => l.type === "contrastive"), coverage: run.index.length && run.steps.length };
   const first = run.findings.slice(0, 5), rest = run.findings.slice(5);
-  const list = first.length ? el("ul", { class: "findings", id: "findings" }, first.map((f) => findingItem(run, f))) : el("div", { class: "calm", id: "findings" }, mark("fine"), el("span", {}, run.steps.length ? "No findings: every head selects, no score runs away, nothing was missed." : "Nothing was recorded: the model was not called while it was watched."));
+  const list = first.length ? el("ul", { class: "findings", id: "findings" }, first.map((f) => findingItem(run, f))) : el("div", { class: "calm", id: "findings" }, mark(run.steps.length ? "fine" : "warning"), el("span", {}, run.steps.length ? "No findings: every head selects, no score runs away, nothing was missed." : Object.keys(run.losses).length ? "No attention was recorded; what the losses say stands below." : "Nothing was recorded: the model was not called while it was watched."));
   return el("section", { id: "verdict" }, el("div", { class: "top" }, el("span", {}, clip(run.title, 90)), el("span", {}, (run.links || []).flatMap(([name, href]) => (/^[\w./-]+$/.test(href) ? [el("a", { href }, name), " · "] : [])), themeButton())),
-    el("h1", { id: "sentence" }, run.sentence), el("div", { class: "status" }, groups.map(([name, codes]) => el("span", {}, mark(worst(codes)), name)), el("span", {}, ok(o.fraction) ? `overhead ${fmt(o.fraction * 100, 2)} %` : ""), el("span", {}, clip((run.coverage && run.coverage.short) || "", 90))), list,
+    el("h1", { id: "sentence" }, run.sentence), el("div", { class: "status" }, groups.filter(([name]) => judged[name]).map(([name, codes]) => el("span", {}, mark(worst(codes)), name)), el("span", {}, ok(o.fraction) ? `overhead ${fmt(o.fraction * 100, 2)} %` : ""), el("span", {}, clip((run.coverage && run.coverage.short) || "", 90))), list,
     rest.length ? el("details", { class: "small" }, el("summary", {}, `${rest.length} more`), el("ul", { class: "findings" }, rest.slice(0, 200).map((f) => findingItem(run, f)))) : null,
     other ? el("p", { class: "small soft" }, `Compared with: ${clip(other.title, 90)} (${other.findings.length} findings).`) : null);
 }
@@ -23,26 +25,26 @@ async function start() {
   readHash();
   const app = document.getElementById("app"), data = JSON.parse(document.getElementById("record").textContent);
   if (!window.DecompressionStream) { app.textContent = "This page needs a browser of 2023 or later (DecompressionStream)."; return; }
-  const run = await openRun(data.run), other = data.other ? await openRun(data.other) : null;
+  const run = Object.assign(await openRun(data.run), { figureStyle: data.figureStyle }), other = data.other ? await openRun(data.other) : null;
   SEEN.step = Math.max(0, run.steps.length - 1);
   const wanted = /^L(\d+)H(\d+)$/.exec(state.head || data.run.focus || ""), layer = wanted ? Number(wanted[1]) : 0, head = wanted ? Number(wanted[2]) : 0;
   if (run.sites[layer] && head < run.sites[layer].heads) { SEEN.layer = layer; SEEN.head = head; }
   if (state.metric && METRICS[state.metric] && run.values[state.metric]) SEEN.metric = state.metric;
   if (state.step !== undefined && run.steps.includes(Number(state.step))) SEEN.step = run.steps.indexOf(Number(state.step));
-  const sections = [], draws = [];
+  const sections = [], draws = [], experiments = experimentViews(run);
   const add = (id, short, title, nodes, draw) => { const node = el("section", { id }, title ? el("h2", {}, title) : null, nodes); sections.push({ id, short, node }); if (draw) draws.push(draw); return node; };
   const top = verdict(run, other);
   sections.push({ id: "verdict", short: "Verdict", node: top });
   app.replaceChildren(top);
   if (other) app.append(add("comparison", "Comparison", "Two runs", compareView(run, other)));
   if (run.index.length) {
-    const atlas = atlasView(run, other), one = headViews(run), depth = depthViews(run), sinks = sinkView(run), logits = logitView(run), advisor = advisorView(run), robust = robustView(run), raw = tableView(run);
+    const atlas = atlasView(run, other), one = headViews(run), depth = depthViews(run), sinks = sinkView(run), logits = logitView(run), advisor = advisorView(run), robust = robustView(run), rounded = roundingView(run), texts = textsView(run), raw = tableView(run);
     app.append(add("atlas", "Head atlas", null, atlas.node, atlas.draw), add("head", "Selected head", null, one.nodes, one.draw), add("depth", "Depth and time", "Depth and time", depth.nodes, depth.draw), add("sink-section", "Sinks and scores", "Sinks and scores", el("div", { class: "grid2" }, sinks.node, logits.node), () => { sinks.draw(); logits.draw(); }));
     const study = studyViews(run), loss = lossViews(run), cost = costView(run);
-    app.append(add("study", "Scale policies", "Scale policies", study.nodes, study.draw), add("advice-section", "Temperature", "Temperature advisor", advisor.node, advisor.draw), add("loss", "Output side", "Output side", loss.nodes, loss.draw), add("robustness", "Robustness", "Robustness", robust.node, robust.draw), add("cost", "Cost", "Cost", cost.node), add("method", "Method", "Method and provenance", [...methodView(run), ...raw.nodes].filter(Boolean), raw.draw));
+    app.append(add("study", "Scale policies", "Scale policies", study.nodes, study.draw), add("advice-section", "Temperature", "Temperature advisor", advisor.node, advisor.draw), add("loss", "Output side", "Output side", loss.nodes, loss.draw), add("robustness", "Robustness", "Robustness", [robust.node, el("div", { class: texts ? "grid2" : "" }, rounded.node, texts && texts.node)], () => { robust.draw(); rounded.draw(); if (texts) texts.draw(); }), add("cost", "Cost", "Cost", cost.node), add("studies", "Studies", "Studies", experiments.nodes, experiments.draw), add("method", "Method", "Method and provenance", [...methodView(run), ...raw.nodes].filter(Boolean), raw.draw));
   } else {
     const loss = lossViews(run), cost = costView(run);
-    app.append(add("atlas", "Head atlas", null, el("p", { class: "soft" }, "No attention was recorded, so there is no atlas. " + clip((run.coverage && run.coverage.text) || "", 600))), add("loss", "Output side", "Output side", loss.nodes, loss.draw), add("cost", "Cost", "Cost", cost.node), add("method", "Method", "Method and provenance", methodView(run).filter(Boolean)));
+    app.append(add("atlas", "Head atlas", null, el("p", { class: "soft" }, "No attention was recorded, so there is no atlas. " + clip((run.coverage && run.coverage.text) || "", 600))), add("loss", "Output side", "Output side", loss.nodes, loss.draw), add("cost", "Cost", "Cost", cost.node), add("studies", "Studies", "Studies", experiments.nodes, experiments.draw), add("method", "Method", "Method and provenance", methodView(run).filter(Boolean)));
   }
   document.body.append(buildIndex(sections));
   // what is on screen is drawn now, the rest in the next idle moments: 1,000 heads must not delay the first screen

@@ -1,14 +1,14 @@
 // Whole-run views: depth by time, sinks, logits, losses.
 function depthViews(run) {
   const one = (id, title, metric, worry) => {
-    const f = figure({ id, title, subtitle: `${METRICS[metric].label}, mean over the heads of a layer`, help: [METRICS[metric].note + ".", "Layers from top to bottom, steps from left to right; the loss above shares the axis.", worry] });
+    const f = figure({ id, title, subtitle: `${METRICS[metric].label}, ${metric === "max_score" ? "of the worst head" : "mean over the heads"} of a layer`, help: [METRICS[metric].note + ".", "Layers from top to bottom, steps from left to right; the loss above shares the axis.", worry] });
     f.draw = () => {
       const means = run.sites.map((s, l) => run.steps.map((_, t) => { const v = Array.from({ length: s.heads }, (_, h) => run.at(metric, l, h, t)); return metric === "max_score" ? (extent(v) || [NaN, NaN])[1] : meanOf(v); }));
       const range = METRICS[metric].domain || extent(means.flat());
       if (!range || !run.steps.length) return f.empty("No steps were recorded.");
       const [lo, hi] = range;
       const other = () => [entropy, score].find((g) => g !== f);
-      heat(f, { rows: run.sites.length, columns: run.steps.length, value: (r, c) => means[r][c], colour: (v) => cividis((v - lo) / (hi - lo || 1)), rowLabel: "layer", columnLabel: "step", columnName: (c) => run.steps[c], describe: (r, c, v) => `layer ${r}, step ${run.steps[c]}: ${fmt(v)}`,
+      heat(f, { rows: run.sites.length, columns: run.steps.length, value: (r, c) => means[r][c], colour: (v) => cividis((v - lo) / (hi - lo || 1)), rowLabel: "layer", columnLabel: "step", columnName: (c) => run.steps[c], describe: (r, c, v) => `layer ${r}, ${stepName(run, c)}: ${fmt(v)}`,
         onMove: (r, c) => { if (!f.busy) { const g = other(); if (g.showCell) { g.busy = true; g.showCell(r, c); g.busy = false; } } }, onPick: (r, c) => { SEEN.step = c; select(r, Math.min(SEEN.head, run.sites[r].heads - 1)); } });
       f.body.append(el("div", { class: "row small soft" }, colourScale(lo, hi, (v) => cividis((v - lo) / (hi - lo || 1)))));
     };
@@ -58,13 +58,23 @@ function lossViews(run) {
   const add = (f, draw) => { f.draw = draw; redraws.push(draw); draws.push(draw); nodes.push(f.node); };
   if (!all.length) { const f = figure({ id: "loss-none", title: "What does the output side say?", subtitle: "" }); add(f, () => f.empty("No loss was observed in this run. Call the loss inside `with partita.watch(model)`: F.cross_entropy, nn.CrossEntropyLoss and partita's losses are seen.")); }
   for (const [name, loss] of all.slice(0, 4)) {
-    const c = loss.columns, contrast = loss.type === "contrastive", title = clip(name, 60);
+    const c = loss.columns, contrast = loss.type === "contrastive", title = clip(name, 60), facts = [], late = (v) => quantile((v || []).slice(-Math.max(1, Math.floor((v || []).length / 4))), 0.5);
     if (contrast) {
       const n = figure({ id: "negatives-" + nodes.length, title: "How many negatives do the work?", subtitle: `${title}: exp(H) over the negatives alone`, help: ["effective negatives = exp(H(p without the positive)).", "Near the number of negatives: all matter alike. Near 1: one hard (or false) negative decides.", "Worrying: below 5 % of the negatives."] });
       add(n, () => xy(n, { x: { label: "step", whole: true }, y: { label: "negatives", log: true }, series: [{ name: "effective negatives", kind: "line", label: "effective", colour: lineColour(0), x: loss.steps, y: c.effective_negatives || [] }, { name: "negatives in the batch", kind: "line", dash: true, label: "in the batch", colour: "var(--soft)", x: loss.steps, y: (c.candidates || []).map((v) => v - 1) }] }));
       const b = figure({ id: "bound-" + nodes.length, title: "Can the bound still grow?", subtitle: `${title}: mutual information in nats`, help: ["I >= log N - loss, and the bound cannot pass log N.", "Dashed: the ceiling log N.", "Worrying: within 5 % of the ceiling, the loss no longer measures progress."] });
       add(b, () => xy(b, { x: { label: "step", whole: true }, y: { label: "nats", include: [0] }, series: [{ name: "bound", kind: "line", label: "bound", colour: lineColour(0), x: loss.steps, y: c.bound || [] }, { name: "ceiling log N", kind: "line", dash: true, label: "log N", colour: "var(--soft)", x: loss.steps, y: c.cap || [] }] }));
+      if ((c.alignment || []).some(ok)) {
+        const a = figure({ id: "sphere-" + nodes.length, title: "Do pairs meet while the rest spreads?", subtitle: `${title}: alignment of pairs and uniformity of anchors, on the sphere`, help: ["alignment = E |x - y|^2 over positive pairs; uniformity = log E exp(-2 |x_i - x_j|^2) over other anchors; both on normalised vectors.", "Both small is good: pairs close, the rest far apart. Uniformity lies between -8 and 0 and is near -4 for directions that fill the space.", "Worrying: uniformity near 0, all vectors point the same way (collapse); alignment that stays as large as that of strangers."] });
+        add(a, () => xy(a, { x: { label: "step", whole: true }, y: { label: "", include: [0] }, series: [{ name: "alignment", kind: "line", label: "alignment", colour: lineColour(0), x: loss.steps, y: c.alignment }, { name: "uniformity", kind: "line", label: "uniformity", colour: lineColour(1), x: loss.steps, y: c.uniformity || [] }] }));
+        facts.push(["alignment", late(c.alignment)], ["uniformity", late(c.uniformity)]);
+      }
+      facts.push(["positive ranked first", late(c.accuracy)], ["norm of the anchors", late(c.norm_query)], ["norm of the keys", late(c.norm_key)], ["candidates", late(c.candidates)], ["bound over its ceiling", late(c.bound) / late(c.cap)], ["candidates for half a nat of room above the bound", Math.ceil(Math.exp(late(c.bound) + 0.5))]);
       if ((c.scale || []).some(ok)) { const s = figure({ id: "scale-" + nodes.length, title: "Is the learned scale at its cap?", subtitle: `${title}: scale = 1 / temperature` }); add(s, () => xy(s, { x: { label: "step", whole: true }, y: { label: "scale" }, series: [{ name: "scale", kind: "line", label: "scale", colour: lineColour(0), x: loss.steps, y: c.scale }, { name: "cap", kind: "rule", at: { y: run.thresholds.scale_cap }, label: "cap", colour: "var(--warning)" }] })); }
+      const kept = facts.filter(([, v]) => ok(v)), t = figure({ id: "contrast-" + nodes.length, table: true, title: "Is the contrast healthy?", subtitle: `${title}: medians of the last quarter of the run` });
+      t.body.append(el("div", { class: "scroll" }, el("table", {}, kept.map(([k, v]) => el("tr", {}, el("th", { scope: "row" }, k), el("td", { class: "num" }, fmt(v, 4)))))));
+      t.table = () => kept; t.read.remove();
+      add(t, () => {});
     } else {
       const e = figure({ id: "output-" + nodes.length, title: "How sure is the output?", subtitle: `${title}: nats, ${fmt((c.rows || []).reduce((a, v) => a + (v || 0), 0), 4)} rows over the run`, help: ["loss = log Z - score of the target; H = entropy of the predicted distribution.", "A calibrated model has loss = H on average. Dashed: log(classes), a guess.", "Worrying: loss well above H (too sure), or far below (too timid)."] });
       add(e, () => xy(e, { x: { label: "step", whole: true }, y: { label: "nats", include: [0] }, series: [{ name: "loss", kind: "line", label: "loss", colour: lineColour(0), x: loss.steps, y: c.loss || [] }, { name: "entropy", kind: "line", label: "entropy", colour: lineColour(1), x: loss.steps, y: c.entropy || [] }, { name: "log(classes)", kind: "line", dash: true, label: "log classes", colour: "var(--soft)", x: loss.steps, y: (c.classes || []).map(Math.log) }] }));

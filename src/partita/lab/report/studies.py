@@ -1,0 +1,87 @@
+"""Finished experiments -> rows that a record and its page can hold: question, expected answer, verdict, figure.
+
+The folder is what `partita study run` leaves behind: verdicts.json, and a figure beside the rows of each experiment.
+Needs no torch, and runs nothing: an experiment that is not finished is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+__all__ = ["KIND", "drawing", "gather", "packed"]
+
+KIND = "experiment"  # rows of a record's `studies` that are of this kind; others are rows of numbers
+SIZES = ("full", "quick", "tiny")  # the largest that was run says most
+LARGEST = 200_000  # characters of a figure that a page holds; a larger one stays on disk
+MOST = 40  # experiments on one page
+SVG = "{http://www.w3.org/2000/svg}"
+TAGS = {SVG + tag for tag in ("svg", "g", "path", "circle", "text", "title")}
+ATTRIBUTES = {
+    *("class", "role", "aria-label", "viewBox", "width", "height"),
+    *("d", "x", "y", "cx", "cy", "r", "text-anchor", "data-x", "data-y"),
+}
+TEXT = {"question": 300, "expected": 900, "within": 300, "evidence": 1500}
+
+
+def gather(folder: str | Path, sizes: tuple[str, ...] = SIZES) -> list[dict[str, Any]]:
+    """Every experiment with a verdict in `folder`, at the first of `sizes` that was run."""
+    folder = Path(folder)
+    try:
+        verdicts = json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return []
+    rows = []
+    for name, by_size in sorted(verdicts.items()):
+        size = next((s for s in sizes if s in by_size), None)
+        if size is None:
+            continue
+        drawn = folder / f"{name}-{size}.svg"
+        figure = drawn.read_text(encoding="utf-8") if drawn.is_file() else None
+        rows.append({"study": KIND, "name": name, "size": size, **by_size[size], "figure": figure})
+    return rows
+
+
+def packed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the page gets: text cut to a readable length, figures that fit; wrong types become text or nothing."""
+    found = []
+    for row in [r for r in rows if r.get("study") == KIND][:MOST]:
+        one: dict[str, Any] = {k: _cut(row.get(k), most) for k, most in TEXT.items()}
+        one.update({k: _cut(row.get(k), 80) for k in ("name", "size", "answer")})
+        one["ids"] = [_cut(i, 24) for i in row.get("ids") or []][:12] if isinstance(row.get("ids"), list) else []
+        one.update({k: row[k] if isinstance(row.get(k), int) else None for k in ("cells", "rows")})
+        figure = row.get("figure")
+        one["drawn"] = isinstance(figure, str) and len(figure) <= LARGEST
+        one["figure"] = drawing(figure) if isinstance(figure, str) and one["drawn"] else None
+        found.append(one)
+    return found
+
+
+def drawing(text: str) -> list[Any] | None:
+    """An SVG as [tag, attributes, text, children], with nothing in it but what a figure needs; None if it is no SVG.
+
+    The page's policy allows no style inside a figure, and no script anywhere: neither is among what is kept.
+
+    >>> drawing('<svg xmlns="http://www.w3.org/2000/svg" onload="f()"><g><script>f()</script></g></svg>')
+    ['svg', {}, '', [['g', {}, '', []]]]
+    """
+    if "<!DOCTYPE" in text or "<!ENTITY" in text:
+        return None
+    try:
+        root = ElementTree.fromstring(text)
+    except (ElementTree.ParseError, ValueError):
+        return None
+    return _kept(root) if root.tag == SVG + "svg" else None
+
+
+def _kept(node: ElementTree.Element) -> list[Any]:
+    attributes = {k: v for k, v in node.attrib.items() if k in ATTRIBUTES}
+    children = [_kept(child) for child in node if child.tag in TAGS]
+    return [node.tag.removeprefix(SVG), attributes, (node.text or "").strip(), children]
+
+
+def _cut(value: Any, most: int) -> str:
+    text = "" if value is None else str(value)
+    return text if len(text) <= most else text[: most - 1] + "…"
