@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Generator
 
 import hypothesis
@@ -27,6 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "ignore:.*should not be instantiated:DeprecationWarning",
     ):
         config.addinivalue_line("filterwarnings", line)
+    # A shell that starts us in the background has interruptions ignored, and processes we start would inherit that.
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
