@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import assert_equal, expected
 from torch import Tensor, nn
@@ -322,3 +323,23 @@ def test_nan_is_counted_and_kept_out_of_the_means() -> None:
     clean, sick = rows[0], rows[4]
     assert clean["nonfinite"] == 0 and sick["nonfinite"] == 13  # every query of that sequence sees the NaN key
     assert abs(clean["entropy"] - sick["entropy"]) < 1e-5
+
+
+def test_a_call_over_a_group_is_left_alone(tmp_path):
+    """A rank sees its own keys only: numbers made of them would be wrong, and other ranks may not be watched."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                return partita.attention(x, x, x, group=dist.group.WORLD)
+
+        x, model = torch.randn(2, 5, 4), Model()
+        alone = partita.attention(x, x, x)
+        with partita.watch(model) as watched:
+            torch.testing.assert_close(model(x), alone)
+            partita.info_nce_loss(x[0], x[1], group=dist.group.WORLD)
+        assert len(watched.frame()) == 0
+    finally:
+        dist.destroy_process_group()

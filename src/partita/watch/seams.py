@@ -171,6 +171,9 @@ class Seams(TorchFunctionMode):
 
     def _partita(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """partita.attention knows its statistics: they are asked for, and handed on only if the caller did."""
+        if kwargs.get("group") is not None:
+            # its keys lie on other ranks too, which may not be watched: asking for more would leave them waiting
+            return func(*args, **kwargs)
         out, stats = func(*args, **{**kwargs, "return_stats": True})
         whole = stats if self.watch.rows is None else None
         look: Any = self._look_partita
@@ -226,6 +229,8 @@ class Seams(TorchFunctionMode):
     def _loss(self, name: str, probe: Callable[..., Any]) -> Callable[..., Any]:
         def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out = func(*args, **kwargs)
+            if kwargs.get("group") is not None:
+                return out
             still = [a.detach() if isinstance(a, Tensor) else a for a in args]
             named = {k: v.detach() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
             self.watch.guard(lambda: self.watch.lose(name, probe(*still, **named)))
