@@ -123,6 +123,8 @@ def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     """The common shape; torch.broadcast_shapes in plain integers, which is some twenty times quicker."""
     out: list[int] = []
     for shape in shapes:
+        if not shape or list(shape) == out:
+            continue
         if len(shape) > len(out):
             out = [1] * (len(shape) - len(out)) + out
         for at in range(-1, -1 - len(shape), -1):

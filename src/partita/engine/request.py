@@ -7,6 +7,7 @@ value have size 1: keys are never repeated.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +58,7 @@ class Request:
         """The dtype of all sums."""
         return accumulation_dtype(self.query.dtype)
 
-    @property
+    @functools.cached_property
     def batch(self) -> tuple[int, ...]:
         """The broadcast of all operands' batch dimensions: that of the rows."""
         shapes = [t.shape[:-2] for t in (self.query, self.key, self.value, self.bias) if t is not None]

@@ -180,16 +180,17 @@ int32_t backward_as(const PartitaProblem& p, const BackwardPlan& plan, const Par
   const int64_t rows = p.B * p.Q, key_size = plan.groups * p.K * p.D, value_size = plan.groups * p.K * p.V;
   const bool in_place = plan.key_splits == 1 && p.D % W == 0 && g.query;  // the result holds the sums
   const bool split = plan.row_splits > 1;
-  Carver shared{nullptr};
-  for (int pass = 0; pass < 2; ++pass) {
-    if (pass) shared = Carver{static_cast<char*>(std::aligned_alloc(64, shared.used + 64))};
-    if (pass && !shared.base) return NO_MEMORY;
-    call.sum_key = in_place ? static_cast<A*>(g.query) : shared.take<A>(call.need_query ? plan.key_splits * rows * call.Dp : 0);
-    call.column = g.col_peak ? shared.take<A>(4 * call.padded) : nullptr;
-    call.sum_row = shared.take<A>(g.bias_row ? plan.key_splits * rows : 0);
-    call.part_key = split ? shared.take<A>(call.need_key ? plan.row_splits * key_size : 0) : static_cast<A*>(g.key);
-    call.part_value = split ? shared.take<A>(call.need_value ? plan.row_splits * value_size : 0) : static_cast<A*>(g.value);
-  }
+  const auto carve = [&](Carver c) {
+    call.sum_key = in_place ? static_cast<A*>(g.query) : c.take<A>(call.need_query ? plan.key_splits * rows * call.Dp : 0);
+    call.column = g.col_peak ? c.take<A>(4 * call.padded) : nullptr;
+    call.sum_row = c.take<A>(g.bias_row ? plan.key_splits * rows : 0);
+    call.part_key = split ? c.take<A>(call.need_key ? plan.row_splits * key_size : 0) : static_cast<A*>(g.key);
+    call.part_value = split ? c.take<A>(call.need_value ? plan.row_splits * value_size : 0) : static_cast<A*>(g.value);
+    return c.used;
+  };
+  const Shared shared(carve(Carver{nullptr}) + 64);
+  if (!shared.data) return NO_MEMORY;
+  carve(Carver{static_cast<char*>(shared.data)});
   if (g.col_peak) pack_columns(g, p.K, call.padded, call.column);
   if (g.bias_row) std::memset(call.sum_row, 0, sizeof(A) * static_cast<size_t>(plan.key_splits * rows));
   int64_t longest = 0;
@@ -233,7 +234,6 @@ int32_t backward_as(const PartitaProblem& p, const BackwardPlan& plan, const Par
       odd |= !add_parts<A>(call.part_value, plan.row_splits, value_size, i, i + STEP < value_size ? i + STEP : value_size,
                            static_cast<A*>(g.value));
   }
-  std::free(shared.base);
   return failed ? NO_MEMORY : odd ? NOT_FINITE : FINITE;
 }
 

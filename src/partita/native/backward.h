@@ -76,20 +76,28 @@ struct Bench {  // a thread's working memory
   }
 };
 
-// e and ds of one row in place of its scores and of <g_moment, value>.
-template <class A, bool BOUND, bool MOMENTS, bool VALUE, bool COLUMNS = false>
-PARTITA_INLINE void derive(A* s, A* d, int begin, int end, A peak, A c0, A c1, A c2) {
+// e and ds of one vector of a row in place of its scores and of <g_moment, value>.
+template <class A, bool BOUND, bool MOMENTS, bool VALUE, bool COLUMNS>
+PARTITA_INLINE void derive(A* s, A* d, typename Vec<A>::T peak, typename Vec<A>::T k0, typename Vec<A>::T k1, typename Vec<A>::T k2) {
   using V = Vec<A>;
-  const typename V::T m = V::set(peak), k0 = V::set(c0), k1 = V::set(c1), k2 = V::set(c2);
-  for (int j = begin; j < end; j += V::W) {
-    typename V::T c = V::sub(V::load(s + j), m);
-    if (BOUND) c = bounded<A>(c);
-    const typename V::T e = exp2_bounded<A>(c);
-    typename V::T h = VALUE ? V::add(V::load(d + j), k0) : k0;
-    if (MOMENTS) h = V::fma(V::fma(k2, c, k1), c, h);
-    V::store(s + j, e);
-    V::store(d + j, COLUMNS ? V::fma(e, h, V::load(d + j)) : V::mul(e, h));
-  }
+  typename V::T c = V::sub(V::load(s), peak);
+  if (BOUND) c = bounded<A>(c);
+  const typename V::T e = exp2_bounded<A>(c);
+  typename V::T h = VALUE ? V::add(V::load(d), k0) : k0;
+  if (MOMENTS) h = V::fma(V::fma(k2, c, k1), c, h);
+  V::store(s, e);
+  V::store(d, COLUMNS ? V::fma(e, h, V::load(d)) : V::mul(e, h));
+}
+
+// The same for columns [begin, end) of a row, of which those in `sure` are not -inf.
+template <class A, bool MOMENTS, bool VALUE, bool COLUMNS = false>
+PARTITA_INLINE void derive_row(const Bench<A>& t, int64_t r, A* s, A* d, int begin, int end, Run sure) {
+  using V = Vec<A>;
+  const typename V::T m = V::set(t.peak[r]), k0 = V::set(t.c0[r]), k1 = V::set(t.c1[r]), k2 = V::set(t.c2[r]);
+  int j = begin;
+  for (; j < sure.begin; j += V::W) derive<A, true, MOMENTS, VALUE, COLUMNS>(s + j, d + j, m, k0, k1, k2);
+  for (; j < sure.end; j += V::W) derive<A, false, MOMENTS, VALUE, COLUMNS>(s + j, d + j, m, k0, k1, k2);
+  for (; j < end; j += V::W) derive<A, true, MOMENTS, VALUE, COLUMNS>(s + j, d + j, m, k0, k1, k2);
 }
 
 // The part of ds that comes from the column sums; peak and coefficients lie `padded` apart from `column` on.
@@ -104,20 +112,18 @@ PARTITA_INLINE void derive_columns(const A* s, A* d, int begin, int end, const A
   }
 }
 
-template <class A, bool BOUND>
-inline void derive_any(const BackCall<A>& call, const Bench<A>& t, int64_t r, A* s, A* d, int begin, int end, int64_t key) {
-  const A peak = t.peak[r], c0 = t.c0[r], c1 = t.c1[r], c2 = t.c2[r];
+template <class A>
+inline void derive_any(const BackCall<A>& call, const Bench<A>& t, int64_t r, A* s, A* d, const Cover& c, Run sure, int64_t key) {
   if (call.column) {
-    derive_columns<A>(s, d, begin, end, call.column + key, call.padded);
-    derive<A, BOUND, true, false, true>(s, d, begin, end, peak, c0, c1, c2);
-    return;
+    derive_columns<A>(s, d, c.begin, c.end, call.column + key, call.padded);
+    derive_row<A, true, false, true>(t, r, s, d, c.begin, c.end, sure);
+  } else if (call.value) {
+    call.moments ? derive_row<A, true, true>(t, r, s, d, c.begin, c.end, sure)
+                 : derive_row<A, false, true>(t, r, s, d, c.begin, c.end, sure);
+  } else {
+    call.moments ? derive_row<A, true, false>(t, r, s, d, c.begin, c.end, sure)
+                 : derive_row<A, false, false>(t, r, s, d, c.begin, c.end, sure);
   }
-  if (call.value)
-    call.moments ? derive<A, BOUND, true, true>(s, d, begin, end, peak, c0, c1, c2)
-                 : derive<A, BOUND, false, true>(s, d, begin, end, peak, c0, c1, c2);
-  else
-    call.moments ? derive<A, BOUND, true, false>(s, d, begin, end, peak, c0, c1, c2)
-                 : derive<A, BOUND, false, false>(s, d, begin, end, peak, c0, c1, c2);
 }
 
 // What happens to one row of ds besides the products: target, bias gradients, softcap. Gives 0 * its sum: NaN tells.
@@ -183,11 +189,10 @@ inline bool meet(const BackCall<A>& call, Bench<A>& t, const Patch& patch, int64
           for (int j = runs[u - 1].end; j < runs[u].begin; ++j) d[r * LD + j] = 0;
     }
     if (!call.sc.plain || !c.whole) finish_scores<A, LD>(call.sc, t.row + at, m, key, c, runs, s, t.temp, t.tanhs);
-    const bool bound = !c.whole || p.bias.data;
+    const Run sure = p.bias.data ? Run{c.end, c.end} : c.sure;  // a bias may hide any key
     const bool settle = call.g.target || call.g.bias_row || call.g.bias_col || call.g.bias.data || call.sc.cap > 0;
     for (int r = 0; r < m; ++r) {
-      bound ? derive_any<A, true>(call, t, at + r, s + r * LD, d + r * LD, c.begin, c.end, key)
-            : derive_any<A, false>(call, t, at + r, s + r * LD, d + r * LD, c.begin, c.end, key);
+      derive_any<A>(call, t, at + r, s + r * LD, d + r * LD, c, sure, key);
       if (settle)
         probe += settle_row<A>(call, t.row[at + r], t.target[at + r], patch.key_split, key, c, d + r * LD, t.tanhs + r * LD);
     }

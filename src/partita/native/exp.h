@@ -14,15 +14,17 @@ constexpr double LN2 = 0.69314718055994530942;
 template <class A>
 PARTITA_INLINE A neg_inf() { return -static_cast<A>(__builtin_inf()); }
 
-// 2^r, |r| <= 1/2: float to 0.7 ulp (minimax fit of relative error, constant pinned to 1), double by its Taylor series.
+// 2^r for r in [0, 1) or [-1/2, 1/2], as `fraction` gives it: float to 0.7 ulp (minimax fits of the relative error, constant
+// pinned to 1), double by its Taylor series.
 PARTITA_INLINE Vec<float>::T exp2_poly(Vec<float>::T r) {
   using V = Vec<float>;
-  V::T p = V::set(0.00015353362f);
-  p = V::fma(p, r, V::set(0.00133988739f));
-  p = V::fma(p, r, V::set(0.00961843692f));
-  p = V::fma(p, r, V::set(0.0555033237f));
-  p = V::fma(p, r, V::set(0.240226477f));
-  p = V::fma(p, r, V::set(0.693147182f));
+  constexpr bool D = V::DOWN;
+  V::T p = V::set(D ? 0.00021565972f : 0.0001532647f);
+  p = V::fma(p, r, V::set(D ? 0.001248229f : 0.0013390807f));
+  p = V::fma(p, r, V::set(D ? 0.009673775f : 0.009618506f));
+  p = V::fma(p, r, V::set(D ? 0.055486184f : 0.0555036f));
+  p = V::fma(p, r, V::set(D ? 0.24022909f : 0.24022648f));
+  p = V::fma(p, r, V::set(D ? 0.69314706f : 0.6931472f));
   return V::fma(p, r, V::set(1.0f));
 }
 PARTITA_INLINE Vec<double>::T exp2_poly(Vec<double>::T r) {
@@ -53,9 +55,7 @@ PARTITA_INLINE typename Vec<A>::T bounded(typename Vec<A>::T x) {
 template <class A>
 PARTITA_INLINE typename Vec<A>::T exp2_bounded(typename Vec<A>::T x) {
   using V = Vec<A>;
-  const typename V::T t = V::add(x, V::set(V::MAGIC));
-  const typename V::T n = V::sub(t, V::set(V::MAGIC));
-  return V::scale2(exp2_poly(V::sub(x, n)), t, n);
+  return V::raise(exp2_poly(V::fraction(x)), x);
 }
 
 template <class A>

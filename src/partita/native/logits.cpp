@@ -27,7 +27,8 @@ int32_t logits_as(const PartitaLogits& l) {
   const A* input = static_cast<const A*>(l.input);
   const Rows classes{static_cast<const char*>(l.weight), l.weight_row, l.dtype};
   const int64_t bytes = static_cast<int64_t>(sizeof(A)) * tiles * D * L;
-  A* packed = static_cast<A*>(std::aligned_alloc(64, static_cast<size_t>(round_up(bytes + 1, 64))));
+  const Shared shared_rows(static_cast<size_t>(bytes) + 64);
+  A* packed = static_cast<A*>(shared_rows.data);
   if (!packed) return NO_MEMORY;
   bool failed = false;
 #pragma omp parallel num_threads(l.threads)
@@ -56,7 +57,6 @@ int32_t logits_as(const PartitaLogits& l) {
       }
     }
   }
-  std::free(packed);
   return failed ? NO_MEMORY : FINITE;
 }
 

@@ -14,13 +14,10 @@ struct Arena {
   size_t size = 0;
   ~Arena() { std::free(data); }
 };
-thread_local Arena arena;
+thread_local Arena own, shared;
+constexpr size_t KEEP = 16 << 20;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
-
-void* scratch(size_t bytes) {
+void* grown(Arena& arena, size_t bytes) {
   if (bytes > arena.size) {
     std::free(arena.data);
     arena.size = 0;
@@ -29,6 +26,20 @@ void* scratch(size_t bytes) {
     if (arena.data) arena.size = rounded;
   }
   return arena.data;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+void* scratch(size_t bytes) { return grown(own, bytes); }
+
+Shared::Shared(size_t bytes) : kept_(bytes <= KEEP) {
+  data = kept_ ? grown(shared, bytes) : std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+}
+
+Shared::~Shared() {
+  if (!kept_) std::free(data);
 }
 
 namespace {

@@ -214,15 +214,16 @@ int32_t reduce_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& 
     const int64_t n = plan.wave[w].group_end - plan.wave[w].group;
     wave_groups = n > wave_groups ? n : wave_groups;
   }
-  Carver shared{nullptr};
-  for (int pass = 0; pass < 2; ++pass) {
-    if (pass) shared = Carver{static_cast<char*>(std::aligned_alloc(64, shared.used + 64))};
-    if (pass && !shared.base) return NO_MEMORY;
-    call.packed = shared.take<A>(plan.prepacked ? wave_groups * call.packed_group : 0);
-    call.partial = shared.take<A>(plan.partial_rows * (5 + call.Vp));
-    call.partial_count = shared.take<int64_t>(plan.partial_rows * 2);
-    call.columns = shared.take<A>(to.col_peak ? plan.pieces * 4 * call.panels * P : 0);
-  }
+  const auto carve = [&](Carver c) {
+    call.packed = c.take<A>(plan.prepacked ? wave_groups * call.packed_group : 0);
+    call.partial = c.take<A>(plan.partial_rows * (5 + call.Vp));
+    call.partial_count = c.take<int64_t>(plan.partial_rows * 2);
+    call.columns = c.take<A>(to.col_peak ? plan.pieces * 4 * call.panels * P : 0);
+    return c.used;
+  };
+  const Shared shared(carve(Carver{nullptr}) + 64);
+  if (!shared.data) return NO_MEMORY;
+  carve(Carver{static_cast<char*>(shared.data)});
 
   int32_t failed = 0, odd = 0;
 #pragma omp parallel num_threads(p.threads) reduction(| : failed, odd)
@@ -270,7 +271,6 @@ int32_t reduce_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& 
         if (!failed) odd |= !finish_column<A>(call.columns, plan.pieces, call.panels * P, j, to);
     }
   }
-  std::free(shared.base);
   return failed ? NO_MEMORY : odd ? NOT_FINITE : FINITE;
 }
 

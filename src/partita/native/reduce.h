@@ -38,42 +38,47 @@ struct Sums {  // of the rows of one task; mass, first, second and centre hold o
     rank = c.take<int64_t>(rows);
     query = c.take<A>((rows / R + 2) * D * L);
     score = c.take<A>(R * Block<A>::LD);
-    temp = c.take<A>(L * D + Block<A>::KEYS + W);
+    temp = c.take<A>(L * D + 2 * Block<A>::KEYS + W);
     panel = c.take<A>(pack_key ? Block<A>::KEYS * D : 0);
     value = c.take<A>(pack_value ? Block<A>::KEYS * Vp : 0);
   }
 };
 
-// Exponentials in place, with their sums. BOUND where a score may be -inf; MOMENTS where first and second are wanted.
-// First is about the peak, so that an entropy is never negative; second about the lane's centre, so that a variance does
-// not cancel.
-template <class A, bool BOUND, bool MOMENTS>
-PARTITA_INLINE void exponentials(A* s, int begin, int end, A peak, const A* centre, A* mass, A* first, A* second) {
+// The three sums of a row, lane by lane, while they are being made. First is about the peak, so that an entropy is never
+// negative; second about the lane's centre, so that a variance does not cancel.
+template <class A>
+struct Lanes {
+  using T = typename Vec<A>::T;
+  T peak, gap, mass, first, second;  // gap: peak - centre
+};
+
+// 2^(s - peak) of one vector, in place, into the sums. BOUND where a score may be -inf; MOMENTS where first and second are
+// wanted; KEPT where second has to wait for its centre, and the differences are kept for it.
+template <class A, bool BOUND, bool MOMENTS, bool KEPT>
+PARTITA_INLINE void exponential(A* s, A* kept, Lanes<A>& l) {
   using V = Vec<A>;
-  const typename V::T m = V::set(peak);
-  typename V::T sum = V::load(mass), one = m, two = m, gap = m;
-  if (MOMENTS) {
-    one = V::load(first);
-    two = V::load(second);
-    gap = V::sub(m, V::load(centre));
+  typename V::T c = V::sub(V::load(s), l.peak);
+  if (BOUND) c = bounded<A>(c);
+  const typename V::T e = exp2_bounded<A>(c);
+  V::store(s, e);
+  l.mass = V::add(l.mass, e);
+  if (MOMENTS) l.first = V::fma(e, c, l.first);
+  if (KEPT) {
+    V::store(kept, c);
+  } else if (MOMENTS) {
+    const typename V::T d = V::add(c, l.gap);
+    l.second = V::fma(V::mul(e, d), d, l.second);
   }
-  for (int j = begin; j < end; j += V::W) {
-    typename V::T c = V::sub(V::load(s + j), m);
-    if (BOUND) c = bounded<A>(c);
-    const typename V::T e = exp2_bounded<A>(c);
-    V::store(s + j, e);
-    sum = V::add(sum, e);
-    if (MOMENTS) {
-      const typename V::T d = V::add(c, gap);
-      one = V::fma(e, c, one);
-      two = V::fma(V::mul(e, d), d, two);
-    }
-  }
-  V::store(mass, sum);
-  if (MOMENTS) {
-    V::store(first, one);
-    V::store(second, two);
-  }
+}
+
+// The same for columns [begin, end) of a row, of which those in `sure` are not -inf.
+template <class A, bool MOMENTS, bool KEPT>
+PARTITA_INLINE void exponentials(A* s, A* kept, int begin, int end, Run sure, Lanes<A>& l) {
+  constexpr int W = Vec<A>::W;
+  int j = begin;
+  for (; j < sure.begin; j += W) exponential<A, true, MOMENTS, KEPT>(s + j, kept + j, l);
+  for (; j < sure.end; j += W) exponential<A, false, MOMENTS, KEPT>(s + j, kept + j, l);
+  for (; j < end; j += W) exponential<A, true, MOMENTS, KEPT>(s + j, kept + j, l);
 }
 
 // sum e (s - to)^2 from the same sum about `from`, where first is sum e (s - peak), lane by lane.
@@ -85,28 +90,23 @@ PARTITA_INLINE typename Vec<A>::T recentre(typename Vec<A>::T second, typename V
   return V::fma(d, V::fma(d, mass, V::add(about, about)), second);
 }
 
-// The same for a block that raises the peak: its own mean, lane by lane, becomes the centre, since it outweighs the past.
+// What a block adds to a row whose peak it raises: its own mean, lane by lane, becomes the centre, since it outweighs the
+// past. `l` holds its mass and first, e its exponentials, kept their differences from the peak.
 template <class A>
-inline void exponentials_about_new_centre(A* s, int begin, int end, A peak, A* centre, A* mass, A* first, A* second, A* kept) {
+inline void centre_on(const A* e, const A* kept, int begin, int end, const Lanes<A>& l, A* centre, A* mass, A* first, A* second) {
   using V = Vec<A>;
-  const typename V::T m = V::set(peak);
-  typename V::T sum = V::set(0), one = sum, two = sum;
-  for (int j = begin; j < end; j += V::W) {
-    const typename V::T c = bounded<A>(V::sub(V::load(s + j), m)), e = exp2_bounded<A>(c);
-    V::store(s + j, e);
-    V::store(kept + j, c);
-    sum = V::add(sum, e);
-    one = V::fma(e, c, one);
+  const typename V::T mean = V::div(l.first, V::max(V::set(std::numeric_limits<A>::min()), l.mass));
+  typename V::T two = V::set(0), more = two;
+  for (int j = begin; j < end; j += 2 * V::W) {  // a panel is two vectors
+    const typename V::T a = V::sub(V::load(kept + j), mean), b = V::sub(V::load(kept + j + V::W), mean);
+    two = V::fma(V::mul(V::load(e + j), a), a, two);
+    more = V::fma(V::mul(V::load(e + j + V::W), b), b, more);
   }
-  const typename V::T mean = V::div(one, V::max(V::set(std::numeric_limits<A>::min()), sum));
-  for (int j = begin; j < end; j += V::W) {
-    const typename V::T d = V::sub(V::load(kept + j), mean);
-    two = V::fma(V::mul(V::load(s + j), d), d, two);
-  }
-  const typename V::T here = V::add(m, mean), old = V::load(mass), linear = V::load(first);
-  two = V::add(two, recentre<A>(V::load(second), linear, old, m, V::load(centre), here));
-  V::store(mass, V::add(old, sum));
-  V::store(first, V::add(linear, one));
+  two = V::add(two, more);
+  const typename V::T here = V::add(l.peak, mean), old = V::load(mass), linear = V::load(first);
+  two = V::add(two, recentre<A>(V::load(second), linear, old, l.peak, V::load(centre), here));
+  V::store(mass, V::add(old, l.mass));
+  V::store(first, V::add(linear, l.first));
   V::store(second, two);
   V::store(centre, here);
 }
@@ -148,7 +148,7 @@ template <class A>
 inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cover& c, bool moments, bool rank, A* keep) {
   using V = Vec<A>;
   constexpr int LD = Block<A>::LD, W = V::W;
-  const bool bound = !c.whole || sc.problem->bias.data;
+  const Run sure = sc.problem->bias.data ? Run{c.end, c.end} : c.sure;  // a bias may hide any key
   const bool counted = sc.masked || sc.problem->bias.data;
   A change[Shape<A>::LANES];
   A reference[Shape<A>::LANES];
@@ -173,23 +173,45 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
   }
   for (int r = m; r < Shape<A>::LANES; ++r) change[r] = 0;
   for (int r = 0; r < Shape<A>::LANES; r += W) V::store(keep + r, exp2_bounded<A>(bounded<A>(V::load(change + r))));
+  // A row that needs a new centre is finished while the next one is begun: the second sum has to wait for the mean.
+  Lanes<A> fresh[2];
+  int waiting = -1;
+  const auto kept = [&](int r) { return t.temp + (r & 1) * Block<A>::KEYS; };
+  const auto settle = [&] {
+    if (waiting < 0) return;
+    const int64_t lane = (at + waiting) * W;
+    centre_on<A>(t.score + waiting * LD, kept(waiting), c.begin, c.end, fresh[waiting & 1], t.centre + lane, t.mass + lane,
+                 t.first + lane, t.second + lane);
+    waiting = -1;
+  };
   for (int r = 0; r < m; ++r) {
     A* s = t.score + r * LD;
     A *mass = t.mass + (at + r) * W, *first = t.first + (at + r) * W, *second = t.second + (at + r) * W;
     if (change[r] < 0 && change[r] > neg_inf<A>()) shift_about_centre<A>(change[r], keep[r], mass, first, second, W);
-    A* centre = t.centre + (at + r) * W;
+    const typename V::T peak = V::set(reference[r]), zero = V::set(0);
     if (moments && reference[r] > t.base[at + r] + 2) {  // four times the weight: the past matters little
       t.base[at + r] = t.peak[at + r];  // -inf while a row has seen nothing: its first key sets it again
-      exponentials_about_new_centre<A>(s, c.begin, c.end, reference[r], centre, mass, first, second, t.temp);
+      Lanes<A> l{peak, zero, zero, zero, zero};
+      exponentials<A, true, true>(s, kept(r), c.begin, c.end, sure, l);
+      settle();
+      fresh[r & 1] = l;
+      waiting = r;
       continue;
     }
-    if (bound)
-      moments ? exponentials<A, true, true>(s, c.begin, c.end, reference[r], centre, mass, first, second)
-              : exponentials<A, true, false>(s, c.begin, c.end, reference[r], centre, mass, first, second);
-    else
-      moments ? exponentials<A, false, true>(s, c.begin, c.end, reference[r], centre, mass, first, second)
-              : exponentials<A, false, false>(s, c.begin, c.end, reference[r], centre, mass, first, second);
+    settle();
+    if (moments) {
+      Lanes<A> l{peak, V::sub(peak, V::load(t.centre + (at + r) * W)), V::load(mass), V::load(first), V::load(second)};
+      exponentials<A, true, false>(s, s, c.begin, c.end, sure, l);
+      V::store(mass, l.mass);
+      V::store(first, l.first);
+      V::store(second, l.second);
+    } else {
+      Lanes<A> l{peak, zero, V::load(mass), zero, zero};
+      exponentials<A, false, false>(s, s, c.begin, c.end, sure, l);
+      V::store(mass, l.mass);
+    }
   }
+  settle();
 }
 
 // The score of one row's target with the roundings of the tile, so that a copy of the target's key ties with it.

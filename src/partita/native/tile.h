@@ -87,7 +87,8 @@ struct Cover {
   int runs = 0;
   int begin = 0, end = 0;  // first and last column of all runs
   int64_t last = 0;        // columns at or past this one are invisible to every row
-  bool whole = false;      // every row sees every column of [begin, end)
+  Run sure = {0, 0};       // whole vectors that every row sees, bias aside; begin and end where there are none
+  bool whole = false;      // that is all of them
 };
 
 // Does any row of the tile see a key of [j, end)? Exact for masks; for segments, whether the ranges of ids meet.
@@ -159,7 +160,12 @@ inline Cover cover(const Scores<A>& s, const Row* rows, int m, int64_t key, int6
   c.begin = runs[0].begin;
   c.end = runs[c.runs - 1].end;
   c.last = hi - key < c.end ? hi - key : c.end;
-  c.whole = !s.masked && !hole && inner_lo <= key + c.begin && inner_hi >= key + c.end;
+  constexpr int W = Vec<A>::W;
+  const int64_t from = (inner_lo - key + W - 1) / W * W, to = inner_hi > key ? (inner_hi - key) / W * W : 0;
+  c.sure.begin = from < c.begin ? c.begin : from > c.end ? c.end : static_cast<int>(from);
+  c.sure.end = to > c.end ? c.end : static_cast<int>(to);
+  if (s.masked || hole || c.sure.end < c.sure.begin) c.sure = {c.end, c.end};
+  c.whole = c.sure.begin == c.begin && c.sure.end == c.end;
   return c;
 }
 

@@ -71,9 +71,11 @@ struct Vec<float> {
   static PARTITA_INLINE T where_less(T x, T y, T a, T b) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), b, a);
   }
-  // p * 2^n for n = t - MAGIC, where t = x + MAGIC rounded x to an integer; exactly 0 at n = FLOOR
-  static constexpr float MAGIC = 12582912.0f, FLOOR = -1000.0f;
-  static PARTITA_INLINE T scale2(T p, T, T n) { return _mm512_maskz_scalef_ps(0xffff, p, n); }
+  // x = n + r with n an integer: r, and p * 2^n, exactly 0 at x = FLOOR. scalef rounds down by itself, so r is in [0, 1).
+  static constexpr bool DOWN = true;
+  static constexpr float FLOOR = -1000.0f;
+  static PARTITA_INLINE T fraction(T x) { return _mm512_maskz_reduce_ps(0xffff, x, 1); }
+  static PARTITA_INLINE T raise(T p, T x) { return _mm512_maskz_scalef_ps(0xffff, p, x); }
   static PARTITA_INLINE T lo(T a, T b) {
     return _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
   }
@@ -111,7 +113,9 @@ struct Vec<double> {
     return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(x, y, _CMP_LT_OQ), b, a);
   }
   static constexpr double MAGIC = 6755399441055744.0, FLOOR = -5000.0;
-  static PARTITA_INLINE T scale2(T p, T, T n) { return _mm512_maskz_scalef_pd(0xff, p, n); }
+  static PARTITA_INLINE T nearest(T x) { return sub(add(x, set(MAGIC)), set(MAGIC)); }
+  static PARTITA_INLINE T fraction(T x) { return sub(x, nearest(x)); }
+  static PARTITA_INLINE T raise(T p, T x) { return _mm512_maskz_scalef_pd(0xff, p, nearest(x)); }
   static PARTITA_INLINE T lo(T a, T b) { return _mm512_permutex2var_pd(a, _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), b); }
   static PARTITA_INLINE T hi(T a, T b) { return _mm512_permutex2var_pd(a, _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15), b); }
 };
@@ -148,10 +152,12 @@ struct Vec<float> {
   static PARTITA_INLINE T where_less(T x, T y, T a, T b) {
     return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_LT_OQ));
   }
-  // The low bits of t hold n + 127: shifted to the exponent they are 2^n, and exactly 0 at n = -127.
+  // The low bits of x + MAGIC hold n + 127: shifted to the exponent they are 2^n, and exactly 0 at n = -127.
+  static constexpr bool DOWN = false;
   static constexpr float MAGIC = 12582912.0f + 127.0f, FLOOR = -127.0f;
-  static PARTITA_INLINE T scale2(T p, T t, T) {
-    return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23)));
+  static PARTITA_INLINE T fraction(T x) { return sub(x, sub(add(x, set(MAGIC)), set(MAGIC))); }
+  static PARTITA_INLINE T raise(T p, T x) {
+    return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(add(x, set(MAGIC))), 23)));
   }
   static PARTITA_INLINE T lo(T a, T b) {
     const T x = _mm256_unpacklo_ps(a, b), y = _mm256_unpackhi_ps(a, b);
@@ -192,8 +198,9 @@ struct Vec<double> {
     return _mm256_blendv_pd(b, a, _mm256_cmp_pd(x, y, _CMP_LT_OQ));
   }
   static constexpr double MAGIC = 6755399441055744.0 + 1023.0, FLOOR = -1023.0;
-  static PARTITA_INLINE T scale2(T p, T t, T) {
-    return _mm256_mul_pd(p, _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(t), 52)));
+  static PARTITA_INLINE T fraction(T x) { return sub(x, sub(add(x, set(MAGIC)), set(MAGIC))); }
+  static PARTITA_INLINE T raise(T p, T x) {
+    return _mm256_mul_pd(p, _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(add(x, set(MAGIC))), 52)));
   }
   static PARTITA_INLINE T lo(T a, T b) {
     return _mm256_permute2f128_pd(_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b), 0x20);
@@ -227,7 +234,10 @@ struct Plain {
   static PARTITA_INLINE int above(T a, T b) { int n = 0; for (int i = 0; i < W; ++i) n += a[i] > b[i]; return n; }
   static PARTITA_INLINE T where_less(T x, T y, T a, T b) { return x < y ? a : b; }
   static constexpr A MAGIC = (sizeof(A) == 4 ? A(12582912.0) : A(6755399441055744.0)) + BIAS, FLOOR = -BIAS;
-  static PARTITA_INLINE T scale2(T p, T t, T) {
+  static constexpr bool DOWN = false;
+  static PARTITA_INLINE T fraction(T x) { return x - ((x + MAGIC) - MAGIC); }
+  static PARTITA_INLINE T raise(T p, T x) {
+    const T t = x + MAGIC;
     M m;
     std::memcpy(&m, &t, 16);
     m = m << BITS;
