@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import partita
 from partita._terms import Term
 from partita.engine import native, native_losses
 from tests.tolerances import assert_exact, assert_no_worse_than_naive
@@ -116,6 +117,23 @@ def test_batch_first_layout_is_read_as_it_lies() -> None:
     scale = torch.full((1, 1, 1), 0.2)
     seen, copied = run(Case(*qkv, scale)), run(Case(*(x.contiguous() for x in qkv), scale))
     assert all(torch.equal(a, b) for a, b in zip(seen, copied, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("heads", [3, 8, 32])  # 32 heads: rows a multiple of 4096 bytes apart, which are packed
+def test_the_mean_value_lies_as_the_query_does(heads: int) -> None:
+    query, key, value = (torch.randn(70, 2 * heads, 32).transpose(0, 1).view(2, heads, 70, 32) for _ in range(3))
+    out, stats = partita.attention(query, key, value, return_stats=True)
+    peer = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    assert out.stride() == peer.stride()
+    torch.testing.assert_close(out, peer)
+    dense, known = partita.attention(query.contiguous(), key.contiguous(), value.contiguous(), return_stats=True)
+    assert dense.is_contiguous()
+    torch.testing.assert_close(out, dense, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(stats.entropy, known.entropy, rtol=1e-6, atol=1e-6)
+    few = partita.attention(query, key[:, :1], value[:, :1], enable_gqa=True)
+    torch.testing.assert_close(few, partita.attention(query, key[:, :1].expand_as(key), value[:, :1].expand_as(value)))
+    narrow = partita.attention(query, key, value[..., :5])  # another width: no layout to follow
+    torch.testing.assert_close(narrow, peer[..., :5])
 
 
 @pytest.mark.parametrize("group", [1, 4])

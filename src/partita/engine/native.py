@@ -26,7 +26,7 @@ __all__ = ["ColumnSums", "Gradients", "Library", "Sums", "load", "reduce", "redu
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _PROBLEM = struct.Struct("5q4id44q")
-_SUMS = struct.Struct("14q")
+_SUMS = struct.Struct("16q")
 _GRADIENTS = struct.Struct("23q")
 _NOTHING = (0, 0, 0, 0)
 _FINITE, _NOT_FINITE, _NO_MEMORY = 0, 1, 2
@@ -230,6 +230,15 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _room(query: Tensor, shape: tuple[int, ...], dtype: torch.dtype, as_query: bool) -> Tensor:
+    """An empty tensor; where it can, with the query's order of dimensions in memory."""
+    if as_query and query.dtype == dtype and tuple(query.shape) == shape:
+        like = torch.empty_like(query)
+        if like.stride(-1) == 1:
+            return like
+    return torch.empty(shape, dtype=dtype)
+
+
 def reduce(
     query: Tensor,  # (*b, Q, D)
     key: Tensor,  # (*b, K, D)
@@ -243,11 +252,12 @@ def reduce(
     moments: bool,
     rank: bool,
     mean: bool = False,
+    as_query: bool = False,
     columns: ColumnSums | None = None,
 ) -> Sums | None:
     """Row sums over the visible keys; None where a result is not finite.
 
-    `mean` divides the moment by the mass, in the same pass.
+    `mean` divides the moment by the mass, in the same pass; `as_query` lets it lie in memory as the query does.
     With `columns`, the sums of every key over the rows that see it are written there, from the same products.
 
     A NaN or infinity in a key or value that some row may not see can end up in that row (0 * NaN), so a result that is
@@ -259,13 +269,18 @@ def reduce(
     peak, mass = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=acc)
     first = torch.empty(rows, dtype=acc) if moments else None
     spread = torch.empty(rows, dtype=acc) if moments else None
-    moment = torch.empty((*rows, value.shape[-1]), dtype=acc) if value is not None else None
+    moment = None if value is None else _room(query, (*rows, value.shape[-1]), acc, as_query)
     count = torch.empty(rows, dtype=acc)
     score = torch.empty(rows, dtype=acc) if target is not None else None
     stats = torch.empty((5, *rows), dtype=acc) if moments else None
     ranks = torch.empty(rows, dtype=torch.int64) if rank and target is not None else None
     outputs = (peak, mass, first, spread, moment, score, count, ranks, *_checked(columns, call, acc))
-    outcome = handle.partita_reduce(problem, _SUMS.pack(*map(_address, outputs), _address(stats), mean))
+    where = (0, 0)
+    if moment is not None:
+        strides = moment.stride()
+        table = _offsets(call.batch, call.batch, strides[:-2])
+        where = table.data_ptr(), strides[-2]
+    outcome = handle.partita_reduce(problem, _SUMS.pack(*map(_address, outputs), _address(stats), mean, *where))
     if outcome == _NO_MEMORY:
         raise MemoryError("the native backend could not allocate its scratch memory")
     return Sums(peak, mass, first, spread, moment, count, score, ranks, stats) if outcome == _FINITE else None

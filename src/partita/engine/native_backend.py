@@ -84,6 +84,7 @@ def forward(request: Request) -> Sums:
         moments=request.statistics,
         rank=request.rank,
         mean=request.mean,
+        as_query=request.as_query,
     )
     if found is None:
         return tiled.forward(request)

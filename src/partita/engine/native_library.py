@@ -16,9 +16,15 @@ from typing import NamedTuple
 
 import torch  # noqa: F401  (its OpenMP runtime must be there before the library asks for one)
 
-_VERSION = 2
+_VERSION = 3
 _NAME = "libpartita_native.so"
-_FUNCTIONS = {"partita_reduce": 2, "partita_reduce_backward": 2, "partita_rows": 1, "partita_logits": 1}
+_FUNCTIONS = {
+    "reduce": 2,
+    "reduce_backward": 2,
+    "rows": 1,
+    "logits": 1,
+    "tally": 1,
+}  # and how many structures each takes
 
 
 class Library(NamedTuple):
@@ -46,7 +52,7 @@ def _find() -> tuple[Library | None, str | None]:
         if (version := handle.partita_version()) != _VERSION:
             return None, f"{path} has interface version {version}, this package needs {_VERSION}; install again"
         for name, arguments in _FUNCTIONS.items():
-            function = getattr(handle, name)
+            function = getattr(handle, f"partita_{name}")
             function.restype = ctypes.c_int32
             function.argtypes = [ctypes.c_char_p] * arguments
         handle.partita_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]

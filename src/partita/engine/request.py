@@ -7,7 +7,6 @@ value have size 1: keys are never repeated.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +43,7 @@ class Request:
     rank: bool = False
     statistics: bool = True  # first and second moments of the score
     mean: bool = False  # E[value] is wanted, not the moment it comes from
+    as_query: bool = False  # and may lie in memory as the query does, as torch's own attention gives it
 
     @property
     def n_query(self) -> int:
@@ -58,7 +58,7 @@ class Request:
         """The dtype of all sums."""
         return accumulation_dtype(self.query.dtype)
 
-    @functools.cached_property
+    @property
     def batch(self) -> tuple[int, ...]:
         """The broadcast of all operands' batch dimensions: that of the rows."""
         shapes = [t.shape[:-2] for t in (self.query, self.key, self.value, self.bias) if t is not None]
@@ -152,7 +152,7 @@ def extend(
     named += [("value", value.shape[:-2])] if value is not None else []
     named += [("target", target.shape[:-1])] if target is not None else []
     _checks.broadcast_batch(named)
-    return replace(request, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
+    return replace(request, value=value, target=target, rank=rank, statistics=statistics, mean=mean, as_query=mean)
 
 
 def _check_value(value: Tensor, request: Request) -> None:

@@ -44,7 +44,7 @@ const Choice& choice() {
 using namespace partita;
 
 // Raised with every change of the structures, so that Python never talks to a library of another version.
-PARTITA_API int32_t partita_version() { return 2; }
+PARTITA_API int32_t partita_version() { return 3; }
 
 PARTITA_API const char* partita_isa() { return choice().name; }
 
@@ -88,3 +88,8 @@ PARTITA_API int32_t partita_large_pages(void* data, int64_t bytes) {
 }
 
 PARTITA_API int32_t partita_logits(const PartitaLogits* l) { return choice().kernels->logits(*l); }
+
+PARTITA_API int32_t partita_tally(const PartitaTally* t) {
+  tally(*t);
+  return FINITE;
+}

@@ -27,7 +27,8 @@ struct PartitaProblem {
   PartitaOperand query, key, value, scale, bias, target, start, stop, query_segment, key_segment, mask;
 };
 
-// Row outputs are contiguous (B, Q), moment (B, Q, V); null where not wanted. Peaks are double, second is about the mean
+// Row outputs are contiguous (B, Q); null where not wanted. Row r of entry b of moment (V numbers) starts at
+// moment + moment_offset[b] + r * moment_row. Peaks are double, second is about the mean
 // (columns: about the peak), the rest in the accumulation dtype.
 struct PartitaSums {
   void *peak, *mass, *first, *second, *moment, *target_score, *count;
@@ -35,6 +36,8 @@ struct PartitaSums {
   void *col_peak, *col_mass, *col_first, *col_second;  // (K) sums over rows, all or none; only where B is 1
   void* stats;   // (5, B, Q): log Z, entropy, mean, variance and maximum of the score
   int64_t mean;  // moment is given divided by the mass: the mean value
+  const int64_t* moment_offset;
+  int64_t moment_row;
 };
 
 // Upstream gradients and results, all contiguous in the accumulation dtype; null where absent or not wanted.
@@ -69,6 +72,19 @@ struct PartitaLogits {
   int32_t dtype, threads;
   const void *input, *weight;              // (rows, dim) contiguous, (classes, dim)
   void* logits;                            // (rows, classes) contiguous
+};
+
+// Statistics of rows to be added to the sums of their head (float32 in, double out).
+struct PartitaTally {
+  int64_t batch, heads, rows, dim;
+  int32_t threads, unused;
+  float scale, unused_too;
+  const float *entropy, *log_z, *variance, *top, *visible;  // (batch, heads, rows) contiguous
+  const float* sink;                                        // the same: mass on key 0; or null, and then from
+  const float *query, *key;                                 // query rows and key 0, a row contiguous
+  int64_t query_batch, query_head, query_row, key_batch, key_head;
+  const uint8_t* keep;                                      // (batch, rows), or null
+  double *sums, *peak, *length, *histogram, *bands;         // (11, heads), (heads), (heads), (heads, 256), (5, heads, 24)
 };
 
 }  // extern "C"
@@ -124,6 +140,8 @@ struct Tuning {
   int64_t packed_bytes;    // of one group, when prepacked
   bool columns;            // few row blocks: each has sums of all columns
 };
+
+void tally(const PartitaTally& t);
 
 // Scratch memory of the calling thread, kept between calls: 64-byte aligned, null when memory is exhausted.
 void* scratch(size_t bytes);

@@ -206,7 +206,9 @@ int32_t reduce_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& 
   constexpr int W = Vec<A>::W, P = Shape<A>::PANEL;
   Call<A> call{p, plan, to, make_scores<A>(p), 0, (p.K + P - 1) / P, to.first != nullptr, to.rank != nullptr, false};
   call.Vp = to.moment ? round_up(p.V, W) : 0;
-  call.pack_value = to.moment && (p.dtype != (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64) || p.V % W != 0);
+  // Values are read as they lie, unless that needs a conversion or rows so far apart that they share a few cache sets.
+  const bool crowded = p.value.row > p.V && p.value.row * static_cast<int64_t>(sizeof(A)) % 4096 == 0;
+  call.pack_value = to.moment && (p.dtype != (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64) || p.V % W != 0 || crowded);
   call.packed_group = call.panels * P * (p.D + (call.pack_value ? call.Vp : 0));
 
   int64_t wave_groups = 0;

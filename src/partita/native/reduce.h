@@ -271,7 +271,7 @@ inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row
   A probe = mass * 0 + first * 0 + spread * 0;
   if (peak > neg_inf<A>()) probe += peak * 0;
   if (to.moment) {
-    A* out = static_cast<A*>(to.moment) + i * p.V;
+    A* out = static_cast<A*>(to.moment) + to.moment_offset[row.entry] + row.index * to.moment_row;
     const A divisor = to.mean && mass > 0 ? mass : A(1);
     const typename V::T zero = V::set(0), by = V::set(A(1) / divisor);
     typename V::T bad = zero;

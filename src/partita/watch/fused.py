@@ -7,6 +7,7 @@ user's kernel, and its statistics are computed beside it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ class _Seen(torch.autograd.Function):
         ctx.causal, ctx.scale = causal, scale
         ctx.save_for_backward(query, key, value, out, stats.log_partition)
         ctx.mark_non_differentiable(*stats)
+        ctx.set_materialize_grads(False)
         return (out, *stats)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         query, key, value, out, log_z = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         found = kernel(grad, query, key, value, out, log_z, 0.0, ctx.causal, scale=ctx.scale)
@@ -39,10 +43,10 @@ class _Seen(torch.autograd.Function):
 def _pass(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Stats]:
     sharp = query.shape[-1] ** -0.5 if scale is None else scale
     seen = support.causal() if causal else None
-    state = Gibbs(query, key, scale=sharp, support=seen).state(value)
+    mean, state = Gibbs(query, key, scale=sharp, support=seen).mean(value)
     # torch's kernel keeps the query's order of dimensions in memory: code after it may rely on that when it calls view
-    out = torch.empty_like(query).copy_(state.expectation())
-    return out, state.stats()
+    like = torch.empty_like(query)
+    return mean if mean.stride() == like.stride() else like.copy_(mean), state.stats()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Stats]:
@@ -76,14 +80,17 @@ def can_serve(
         return False
     flash = torch.backends.cuda.flash_sdp_enabled() and not torch.is_autocast_enabled("cpu")
     inside = torch._C._functorch.peek_interpreter_stack() is not None
-    return flash and not inside and not torch.is_inference_mode_enabled() and _native(query, key)
+    return flash and not inside and not torch.is_inference_mode_enabled() and _native(query.shape[-1])
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _native(query: Tensor, key: Tensor) -> bool:
-    if backend() not in ("auto", "native"):
-        return False
-    small = Gibbs(query.detach()[:1, :1, :1], key.detach()[:1, :1, :1])
-    return str(explain(small)).startswith("native serves")
+def _native(dim: int) -> bool:
+    return backend() in ("auto", "native") and _serves(dim)
+
+
+@functools.cache
+def _serves(dim: int) -> bool:
+    one = torch.zeros(1, dim)
+    return str(explain(Gibbs(one, one))).startswith("native serves")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from partita.watch import compiled, outputs, probes, sites
 from partita.watch.findings import Thresholds
+from partita.watch.ledger import Ledger
 from partita.watch.provenance import provenance
 from partita.watch.reading import Coverage, Reading
 from partita.watch.record import Record, Site
@@ -24,6 +25,7 @@ from partita.watch.tally import Tally
 
 log = logging.getLogger("partita.watch")
 GOLDEN = 0.6180339887498949
+SAMPLED = 8  # steps from one close look at a few rows to the next
 
 
 class Watch(Reading):
@@ -68,9 +70,8 @@ class Watch(Reading):
         self._muted = 0
         self._stack: list[sites.Frame] = []
         self._outermost: set[int] = set()
-        self._tallies: dict[int, Tally] = {}
         self._samples: dict[int, Tally] = {}
-        self._losses: dict[str, list[outputs.Numbers]] = {}
+        self._ledger = Ledger(self.record, self.sinks)
         self._layer: dict[str, int] = {}
         self._module_seen: dict[str, int] = {}
         self._called: dict[str, int] = {}
@@ -137,7 +138,7 @@ class Watch(Reading):
             self._next(step)
 
     def _next(self, step: int) -> None:
-        self._flush()
+        self._close()
         self._outermost.clear()
         self.step = step
         self._steps += 1
@@ -257,13 +258,13 @@ class Watch(Reading):
         if keep is None and not crosses:
             keep = self_padding(call)
         call = replace(call, keep=keep)
-        tally = self._tallies.get(layer)
+        tally = self._ledger.tallies.get(layer)
         if tally is None:
-            tally = self._tallies[layer] = Tally(call.heads, _device(call), frame.follow.module.training)
+            tally = self._ledger.tallies[layer] = Tally(call.heads, _device(call), frame.follow.module.training)
         phase = (self._observed * GOLDEN) % 1.0 if self.rows else 0.5
         probes.measure(call, tally, rows=self.rows, phase=phase, stats=stats)
         count = self._observed
-        if count % 4 == 0 or layer not in self._samples:
+        if count % SAMPLED == 0 or layer not in self._samples:
             probes.look(call, tally)  # strongest keys and twins change slowly: the last sample stands in between
             self._samples[layer] = tally
             for where in self.maps:
@@ -279,7 +280,7 @@ class Watch(Reading):
         if numbers is None:
             return
         module = self._stack[-1].follow.name if self._stack else ""
-        self._losses.setdefault(f"{name} ({module})" if module else name, []).append(numbers)
+        self._ledger.losses.setdefault(f"{name} ({module})" if module else name, []).append(numbers)
 
     def observe(
         self,
@@ -304,31 +305,17 @@ class Watch(Reading):
         """The newest of its kind replaces the older one: memory stays O(layers x heads)."""
         rows[:] = [r for r in rows if any(r[k] != row[k] for k in keys)] + [row]
 
-    def _flush(self) -> None:
-        """Finish the step: device sums become rows, sinks are told."""
+    def _close(self) -> None:
+        """End the step."""
         begin = time.perf_counter()
-        tallies, self._tallies = self._tallies, {}
-        losses, self._losses = self._losses, {}
-        blocks, rows = [], []
-        try:
-            with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
-                for layer, tally in sorted(tallies.items()):
-                    blocks.append(tally.block(self.step, layer))
-                    for curve in self.record.curves:
-                        if curve["layer"] == layer and tally.keys is not None:
-                            curve["keys"] = [[[int(i), m] for i, m in head] for head in tally.keys.tolist()]
-                rows = [outputs.finish(numbers, self.step, name) for name, numbers in losses.items()]
-        except Exception as error:
-            log.warning("step %d could not be recorded: %s", self.step, error)
-        self.record.blocks += blocks
-        self.record.losses += rows
+        self._ledger.close(self.step)
         self._largest, self._map_bytes = max(self._largest, self._map_bytes), 0
-        if blocks or rows:
-            for sink in self.sinks:
-                try:
-                    sink(self.record, self.step, blocks, rows)
-                except Exception as error:
-                    log.warning("a sink failed and goes on without this step: %s", error)
+        self._watch_s += time.perf_counter() - begin
+
+    def _flush(self) -> None:
+        self._close()
+        begin = time.perf_counter()
+        self._ledger.flush()
         self._watch_s += time.perf_counter() - begin
 
     # ---- reading ---------------------------------------------------------------------------------------------------

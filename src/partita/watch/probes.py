@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita import Gibbs, support
+from partita import Gibbs, Stats, support
 from partita.watch.tally import Tally
 
 SAMPLE = 100_000  # probabilities looked at closely in one call
@@ -185,12 +185,26 @@ def measure(call: Scores, tally: Tally, *, rows: int | None, phase: float, stats
         part = call if step == n else call.take(None, slice(start, min(start + step, n)))
         found = part.gibbs().stats() if stats is None else stats
         shape = (part.batch, part.heads, part.n_query)
-        table = {
-            name: getattr(found, name).expand(shape)
-            for name in ("entropy", "log_partition", "score_variance", "max_score", "visible")
-        }
-        table["sink_first"] = part.first_key(table["log_partition"]).expand(shape)
-        tally.add(table, part.keep)
+        found = Stats(*(t.expand(shape) for t in found))
+        tally.add(found, FirstKey(part, found.log_partition), part.keep)
+
+
+@dataclass(frozen=True)
+class FirstKey:
+    """The mass on key 0, which plain attention lets the tally compute."""
+
+    call: Scores
+    log_partition: Tensor  # (batch, heads, n_query)
+
+    def given(self) -> Tensor | tuple[Tensor, Tensor, float]:
+        c = self.call
+        simple = c.mask is None and not c.softcap and isinstance(c.scale, (int, float)) and c.n_key > 0
+        if simple and c.query is not None and c.key is not None and c.key.shape[1] == c.heads:
+            return c.query, c.key, float(c.scale)
+        return self.mass()
+
+    def mass(self) -> Tensor:
+        return self.call.first_key(self.log_partition).expand(self.log_partition.shape)
 
 
 def sample(call: Scores) -> Scores:

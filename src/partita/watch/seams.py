@@ -65,10 +65,8 @@ class Seams(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        handler = self.table.get(func)
-        if handler is None or not self.watch.observing or in_backward():
+        handler = self.table.get(func)  # most calls, an optimizer's above all, end here
+        if handler is None or torch.compiler.is_compiling() or not self.watch.observing or in_backward():
             return func(*args, **kwargs)
         return handler(func, args, kwargs)
 
