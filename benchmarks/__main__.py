@@ -15,7 +15,7 @@ import partita
 
 from .harness import Options, environment, head, show, write_json
 
-QUESTIONS = ("attention", "cross_entropy", "contrastive", "decode", "memory", "accuracy", "distributed")
+QUESTIONS = ("attention", "cross_entropy", "contrastive", "decode", "memory", "accuracy", "watch", "distributed")
 
 
 def parse() -> tuple[tuple[str, ...], Options]:

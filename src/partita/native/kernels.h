@@ -13,6 +13,7 @@ struct Kernels {
   int32_t (*backward)(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&);
   int32_t (*rows)(const PartitaRows&);
   int32_t (*logits)(const PartitaLogits&);
+  void (*tally)(const PartitaTally&);
 };
 
 #define PARTITA_DECLARE(isa)                                                                   \
@@ -23,7 +24,8 @@ struct Kernels {
   int32_t backward(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&);       \
   int32_t rows(const PartitaRows&);                                                            \
   int32_t logits(const PartitaLogits&);                                                        \
-  constexpr Kernels kernels = {tuning, reduce, backward_tuning, backward, rows, logits};       \
+  void tally(const PartitaTally&);                                                             \
+  constexpr Kernels kernels = {tuning, reduce, backward_tuning, backward, rows, logits, tally}; \
   }
 PARTITA_DECLARE(baseline)
 PARTITA_DECLARE(avx2)

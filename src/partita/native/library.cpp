@@ -90,6 +90,6 @@ PARTITA_API int32_t partita_large_pages(void* data, int64_t bytes) {
 PARTITA_API int32_t partita_logits(const PartitaLogits* l) { return choice().kernels->logits(*l); }
 
 PARTITA_API int32_t partita_tally(const PartitaTally* t) {
-  tally(*t);
+  choice().kernels->tally(*t);
   return FINITE;
 }

@@ -141,8 +141,6 @@ struct Tuning {
   bool columns;            // few row blocks: each has sums of all columns
 };
 
-void tally(const PartitaTally& t);
-
 // Scratch memory of the calling thread, kept between calls: 64-byte aligned, null when memory is exhausted.
 void* scratch(size_t bytes);
 

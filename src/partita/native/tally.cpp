@@ -1,71 +1,131 @@
 // What watching adds up: per head, sums over rows of the statistics a pass has made. One walk over the rows, in place of
-// some sixty small tensor operations that would cost more than the pass itself. Plain code: the time goes to the library's
-// exponentials.
+// some sixty small tensor operations that would cost more than the pass itself.
 #include <cmath>
 
-#include "problem.h"
+#include "exp.h"
+#include "kernels.h"
 
 namespace partita {
+namespace PARTITA_ISA {
 
 namespace {
 
+using V = Vec<float>;
 constexpr int SUMS = 11, BINS = 256, BANDS = 24, BAND_SUMS = 5;
+constexpr int AT_ONCE = 64;  // rows whose exponentials are taken together
 
-// <query_i, key_0>, in eight chains so that it can be done in vectors.
+// e^x where the walk looks at it; rows that are not finite give anything.
+void exponentiate(float* x) {
+  for (int i = 0; i < AT_ONCE; i += V::W)
+    V::store(x + i, exp2_bounded<float>(bounded<float>(V::mul(V::load(x + i), V::set(static_cast<float>(LOG2E))))));
+}
+
 float dot(const float* a, const float* b, int64_t n) {
-  float part[8] = {};
+  V::T part = V::set(0);
   int64_t k = 0;
-  for (; k + 8 <= n; k += 8)
-    for (int i = 0; i < 8; ++i) part[i] += a[k + i] * b[k + i];
-  float sum = 0;
-  for (int i = 0; i < 8; ++i) sum += part[i];
+  for (; k + V::W <= n; k += V::W) part = V::fma(V::load(a + k), V::load(b + k), part);
+  float sum = V::sum(part);
   for (; k < n; ++k) sum += a[k] * b[k];
   return sum;
 }
 
-void add_head(const PartitaTally& t, int64_t head) {
+// floor(log2 s) for s >= 1, from the exponent.
+int octave(float s) {
+  uint32_t bits;
+  std::memcpy(&bits, &s, 4);
+  const int e = static_cast<int>(bits >> 23) - 127;
+  return e < BANDS ? e : BANDS - 1;
+}
+
+struct Run {  // sums over rows in the same band of visible keys, which mostly lie side by side
+  int band = 1;
+  double rows = 0, entropy = 0, normal = 0, width = 0, log_z = 0, variance = 0, sink = 0, largest = 0, seen = 0;
+};
+
+struct Head {
   double sums[SUMS] = {}, bands[BAND_SUMS][BANDS] = {};
-  double peak = t.peak[head], length = t.length[head];
-  double* histogram = t.histogram + head * BINS;
+  double single = 0, bad = 0, peak, length;
+  double* histogram;
   float known = 2, log_known = std::log(2.0f);  // rows mostly see as many keys as the row before
-  for (int64_t b = 0; b < t.batch; ++b) {
-    const int64_t base = (b * t.heads + head) * t.rows;
-    const float* key = t.key ? t.key + b * t.key_batch + head * t.key_head : nullptr;
-    for (int64_t i = 0; i < t.rows; ++i) {
-      const int64_t at = base + i;
-      const float seen = t.visible[at], entropy = t.entropy[at], log_z = t.log_z[at], top = t.top[at];
-      if (!(seen > 0) || (t.keep && !t.keep[b * t.rows + i])) continue;
-      length = seen > length ? seen : length;
-      if (!std::isfinite(log_z) || !std::isfinite(entropy) || !std::isfinite(top)) {
-        sums[2] += 1;
-        continue;
-      }
-      peak = top > peak ? top : peak;
-      if (seen < 2) {
-        sums[1] += 1;
-        continue;
-      }
-      if (seen != known) log_known = std::log(known = seen);
-      float sink;
-      if (key)
-        sink = std::exp(t.scale * dot(t.query + b * t.query_batch + head * t.query_head + i * t.query_row, key, t.dim) - log_z);
-      else
-        sink = t.sink[at];
-      const float normal = entropy / log_known, width = std::exp(entropy);
-      const double column[SUMS] = {1, 0, 0, entropy, normal, width, log_z, t.variance[at], sink, std::exp(top - log_z), seen};
-      for (int c = 0; c < SUMS; ++c) sums[c] += column[c];
-      const int bin = normal > 0 ? static_cast<int>(normal < 2 ? normal * BINS : BINS) : 0;
-      histogram[bin < BINS ? bin : BINS - 1] += 1;
-      const int octave = std::ilogb(seen), band = octave < BANDS ? octave : BANDS - 1;
-      const double inside[BAND_SUMS] = {1, seen, width, normal, sink};
-      for (int c = 0; c < BAND_SUMS; ++c) bands[c][band] += inside[c];
-    }
+
+  void take(Run& r, int next) {
+    const double column[SUMS] = {r.rows, 0, 0, r.entropy, r.normal, r.width, r.log_z, r.variance, r.sink, r.largest, r.seen};
+    for (int c = 0; c < SUMS; ++c) sums[c] += column[c];
+    const double inside[BAND_SUMS] = {r.rows, r.seen, r.width, r.normal, r.sink};
+    for (int c = 0; c < BAND_SUMS; ++c) bands[c][r.band] += inside[c];
+    r = Run{};
+    r.band = next;
   }
-  for (int c = 0; c < SUMS; ++c) t.sums[c * t.heads + head] += sums[c];
+};
+
+// Rows [i, i + n) of batch entry b.
+void add_rows(const PartitaTally& t, int64_t b, int64_t head, int64_t i, int64_t n, Head& h) {
+  const int64_t at = (b * t.heads + head) * t.rows + i;
+  const float *seen = t.visible + at, *entropy = t.entropy + at, *log_z = t.log_z + at, *top = t.top + at;
+  alignas(64) float width[AT_ONCE] = {}, largest[AT_ONCE] = {}, sink[AT_ONCE] = {};
+  for (int64_t r = 0; r < n; ++r) {
+    width[r] = entropy[r];
+    largest[r] = top[r] - log_z[r];
+  }
+  exponentiate(width);
+  exponentiate(largest);
+  if (t.sink) {
+    std::memcpy(sink, t.sink + at, sizeof(float) * static_cast<size_t>(n));
+  } else {
+    const float* query = t.query + b * t.query_batch + head * t.query_head + i * t.query_row;
+    const float* key = t.key + b * t.key_batch + head * t.key_head;
+    for (int64_t r = 0; r < n; ++r) sink[r] = t.scale * dot(query + r * t.query_row, key, t.dim) - log_z[r];
+    exponentiate(sink);
+  }
+  Run run;
+  run.band = octave(h.known);
+  for (int64_t r = 0; r < n; ++r) {
+    const float s = seen[r];
+    if (!(s > 0) || (t.keep && !t.keep[b * t.rows + i + r])) continue;
+    h.length = s > h.length ? s : h.length;
+    if (!std::isfinite(log_z[r]) || !std::isfinite(entropy[r]) || !std::isfinite(top[r])) {
+      h.bad += 1;
+      continue;
+    }
+    h.peak = top[r] > h.peak ? top[r] : h.peak;
+    if (s < 2) {
+      h.single += 1;
+      continue;
+    }
+    if (s != h.known) {
+      h.log_known = std::log(h.known = s);
+      if (const int band = octave(s); band != run.band) h.take(run, band);
+    }
+    const float normal = entropy[r] / h.log_known;
+    const int bin = normal > 0 ? static_cast<int>(normal < 2 ? normal * BINS : BINS) : 0;
+    h.histogram[bin < BINS ? bin : BINS - 1] += 1;
+    run.rows += 1;
+    run.entropy += entropy[r];
+    run.normal += normal;
+    run.width += width[r];
+    run.log_z += log_z[r];
+    run.variance += t.variance[at + r];
+    run.sink += sink[r];
+    run.largest += largest[r];
+    run.seen += s;
+  }
+  h.take(run, run.band);
+}
+
+void add_head(const PartitaTally& t, int64_t head) {
+  Head h;
+  h.peak = t.peak[head];
+  h.length = t.length[head];
+  h.histogram = t.histogram + head * BINS;
+  for (int64_t b = 0; b < t.batch; ++b)
+    for (int64_t i = 0; i < t.rows; i += AT_ONCE) add_rows(t, b, head, i, t.rows - i < AT_ONCE ? t.rows - i : AT_ONCE, h);
+  h.sums[1] = h.single;
+  h.sums[2] = h.bad;
+  for (int c = 0; c < SUMS; ++c) t.sums[c * t.heads + head] += h.sums[c];
   for (int c = 0; c < BAND_SUMS; ++c)
-    for (int i = 0; i < BANDS; ++i) t.bands[(c * t.heads + head) * BANDS + i] += bands[c][i];
-  t.peak[head] = peak;
-  t.length[head] = length;
+    for (int i = 0; i < BANDS; ++i) t.bands[(c * t.heads + head) * BANDS + i] += h.bands[c][i];
+  t.peak[head] = h.peak;
+  t.length[head] = h.length;
 }
 
 }  // namespace
@@ -75,4 +135,5 @@ void tally(const PartitaTally& t) {
   for (int64_t head = 0; head < t.heads; ++head) add_head(t, head);
 }
 
+}  // namespace PARTITA_ISA
 }  // namespace partita

@@ -1,0 +1,103 @@
+"""What does it cost to watch a training step? Two steps with, two without, in turns, on the same model.
+
+The handle goes on and off each time, so that finishing the rows is paid for. The best of N would hide what happens only
+now and then (a close look every eighth step), so the ratio is that of the time of all steps; the median of the ratios
+of neighbours stands beside it, because a sum suffers from one slow step.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+import partita
+
+from .harness import Options, Row, _Neighbours
+
+BAR = 1.05
+TOGETHER = 2
+
+
+def cases(options: Options) -> Iterator[list[Row]]:
+    layers, width, length = (2, 32, 64) if options.quick else (6, 256, 512)
+    for name, make in (("TransformerEncoder", _encoder), ("BERT", _bert)):
+        case = f"watched step, {name}, {layers} layers, {width} wide, 4x{length}"
+        if options.wants(case) and (made := make(layers, width, length)) is not None:
+            yield [_case(case, *made, options)]
+
+
+def _case(case: str, model: torch.nn.Module, loss: Callable[[], torch.Tensor], options: Options) -> Row:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+
+    def steps() -> float:
+        start = time.perf_counter()
+        for _ in range(TOGETHER):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+        return (time.perf_counter() - start) / TOGETHER
+
+    handle = partita.watch(model)
+    handle.detach()
+
+    def watched() -> float:
+        start = time.perf_counter()
+        with handle:
+            steps()
+        return (time.perf_counter() - start) / TOGETHER
+
+    for _ in range(2):
+        steps()
+        watched()
+    plain, seen = [], []
+    clock = _Neighbours()
+    for turn in range(options.repeat * (1 if options.quick else 5)):
+        if turn % 2:
+            plain.append(steps())
+        seen.append(watched())
+        if not turn % 2:
+            plain.append(steps())
+    pairs = statistics.median(b / a for a, b in zip(plain, seen, strict=True))
+    return Row(
+        "watch",
+        case,
+        "the same step unwatched",
+        statistics.mean(seen),
+        statistics.mean(plain),
+        "s",
+        bar=None if options.quick else BAR,
+        load=round(os.getloadavg()[0], 2),
+        others=round(clock.others(), 2),
+        note=f"median of pairs {pairs:.3f}, best of each {min(seen) / min(plain):.3f}",
+        extra={"median_of_pairs": pairs, "steps": float(TOGETHER * len(seen))},
+    )
+
+
+def _encoder(layers: int, width: int, length: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    layer = torch.nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, batch_first=True, norm_first=True)
+    model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).train()
+    x = torch.randn(4, length, width)
+    return model, lambda: model(x).square().mean()
+
+
+def _bert(layers: int, width: int, length: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]] | None:
+    try:
+        from transformers import BertConfig, BertModel
+    except ImportError:
+        return None
+    config = BertConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        intermediate_size=4 * width,
+        max_position_embeddings=length,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = BertModel(config).train()
+    ids = torch.randint(30000, (4, length))
+    return model, lambda: model(input_ids=ids).last_hidden_state.square().mean()
