@@ -101,8 +101,27 @@ bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
   return fine;
 }
 
+// Asks the cache for a share (`part` of `parts`) of what a later task reads first, while this one computes: heads of a short
+// sequence are otherwise waited for, one after the other.
 template <class A>
-bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed) {
+void fetch(const Call<A>& call, const Task* task, int64_t part, int64_t parts) {
+  if (!task) return;
+  const PartitaProblem& p = call.p;
+  const int64_t size = static_cast<int64_t>(dtype_size(p.dtype)), entry = call.plan.entries[call.plan.begin[task->group] + task->first / p.Q];
+  const auto rows = [&](const PartitaOperand& o, int64_t first, int64_t n, int64_t width) {
+    if (!o.data) return;
+    for (int64_t r = n * part / parts; r < n * (part + 1) / parts; ++r) {
+      const char* at = static_cast<const char*>(o.data) + (o.offset[entry] + (first + r) * o.row) * size;
+      for (int64_t k = 0; k < width * size; k += 64) __builtin_prefetch(at + k, 0, 2);
+    }
+  };
+  rows(p.key, 0, p.K, p.D);
+  rows(p.query, task->first % p.Q, task->rows < p.Q ? task->rows : p.Q, p.D);
+  if (call.to.moment) rows(p.value, 0, p.K, p.V);
+}
+
+template <class A>
+bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed, const Task* later) {
   constexpr int KEYS = Block<A>::KEYS, P = Shape<A>::PANEL, LD = Block<A>::LD, L = Shape<A>::LANES, R = Shape<A>::ROWS;
   const PartitaProblem& p = call.p;
   const int64_t tiles = (task.rows + R - 1) / R, padded = call.panels * P;
@@ -143,6 +162,7 @@ bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed
       const int64_t at = task.rows * i / tiles;
       const int m = static_cast<int>(task.rows * (i + 1) / tiles - at);
       Run runs[Block<A>::RUNS];
+      if (key == lo) fetch(call, later, i, tiles);
       const Cover c = cover<A>(call.sc, t.row + at, m, key, end, runs);
       if (!c.runs) continue;
       for (int u = 0; u < c.runs; ++u)
@@ -227,6 +247,10 @@ int32_t reduce_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& 
   if (!shared.data) return NO_MEMORY;
   carve(Carver{static_cast<char*>(shared.data)});
 
+  // A whole head, with room to spare in the second-level cache of most processors.
+  const bool ahead = !plan.prepacked && plan.merges == 0 &&
+                     (p.K * (p.D + p.V) + plan.rows * p.D) * static_cast<int64_t>(dtype_size(p.dtype)) <= 512 << 10;
+
   int32_t failed = 0, odd = 0;
 #pragma omp parallel num_threads(p.threads) reduction(| : failed, odd)
   {
@@ -258,7 +282,8 @@ int32_t reduce_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& 
       for (int64_t i = wave.task; i < wave.task_end; ++i) {
         if (failed) continue;
         const Task& task = plan.task[i];
-        odd |= !run_task<A>(call, task, t, call.packed + (task.group - wave.group) * call.packed_group);
+        const Task* later = ahead && i + p.threads < wave.task_end ? &plan.task[i + p.threads] : nullptr;
+        odd |= !run_task<A>(call, task, t, call.packed + (task.group - wave.group) * call.packed_group, later);
       }
     }
     // Each loop ends in a barrier, which on a busy machine costs a time slice: none where there is nothing to do.
