@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from partita.engine.grid import Grid, tile_shape
-from partita.engine.ops import run as reduce
 from partita.engine.registry import backend, backends, current, explain
 from partita.engine.request import Request, accumulation_dtype, build, extend, output_dtype
+from partita.engine.run import run as reduce
 from partita.engine.state import State, Stats, merge
 from partita.engine.tile import Clean, scores
 from partita.engine.tiled import Sums

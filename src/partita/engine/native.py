@@ -11,47 +11,22 @@ Nothing here is differentiable.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from partita.engine.native_library import Library, load, why_not
+from partita.engine.native_operands import NOTHING, Call, Term, offsets, prepare
 
 __all__ = ["ColumnSums", "Gradients", "Library", "Sums", "load", "reduce", "reduce_backward", "why_not"]
 
-_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_PROBLEM = struct.Struct("5q4id44q")
 _SUMS = struct.Struct("16q")
 _GRADIENTS = struct.Struct("23q")
-_NOTHING = (0, 0, 0, 0)
 _FINITE, _NOT_FINITE, _NO_MEMORY = 0, 1, 2
-
-
-class Term(Protocol):
-    """One term of a support: row intervals, segment ids, a mask, and whether key i is hidden from row i."""
-
-    @property
-    def start(self) -> Tensor | None: ...  # (*b, Q) int32
-
-    @property
-    def stop(self) -> Tensor | None: ...  # (*b, Q) int32
-
-    @property
-    def query_segment(self) -> Tensor | None: ...  # (*b, Q) int32
-
-    @property
-    def key_segment(self) -> Tensor | None: ...  # (*b, K) int32
-
-    @property
-    def mask(self) -> Tensor | None: ...  # (*b, Q or 1, K or 1) bool
-
-    @property
-    def hole(self) -> bool: ...
 
 
 class Sums(NamedTuple):
@@ -77,135 +52,7 @@ class ColumnSums(NamedTuple):
     second: Tensor | None  # (K,)
 
 
-@functools.lru_cache(maxsize=1024)
-def _offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Where each batch entry of an operand starts, in elements: int64 of length B, 0 steps where it broadcasts."""
-    table = torch.zeros(batch, dtype=torch.int64)
-    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        if size > 1:
-            steps = torch.arange(size, dtype=torch.int64) * stride
-            table += steps.view([-1 if i == dim else 1 for i in range(len(batch))])
-    return table.reshape(-1).contiguous()
-
-
-class _Call:
-    """One call's checked operands, and what must stay alive until it returns."""
-
-    def __init__(self, query: Tensor, others: Sequence[tuple[Tensor | None, int]], n_key: int) -> None:
-        self.alive: list[Tensor] = []
-        dims = query.dim() - 2
-        batch = list(query.shape[:-2])
-        for tensor, inner in others:
-            if tensor is None:
-                continue
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-                raise ValueError(f"the native backend takes strided CPU tensors; got {tensor.device}, {tensor.layout}")
-            if tensor.dim() - inner != dims:
-                raise ValueError(f"every operand needs {dims} batch dimensions; got shape {tuple(tensor.shape)}")
-            for i in range(dims):
-                size = tensor.shape[i]
-                if size != batch[i]:
-                    if batch[i] == 1:
-                        batch[i] = size
-                    elif size != 1:
-                        raise ValueError(f"batch dimensions do not broadcast: {tuple(tensor.shape)} against {batch}")
-        self.batch = tuple(batch)
-        self.n_query, self.n_key = query.shape[-2], n_key
-
-    def operand(
-        self, tensor: Tensor | None, inner: tuple[int, ...], dtype: torch.dtype, name: str
-    ) -> tuple[int, int, int, int]:
-        """Pointer, offset table, row and column stride of an operand whose last dims are `inner` (or 1)."""
-        if tensor is None:
-            return _NOTHING
-        dims = len(self.batch)
-        shape = tuple(tensor.shape)
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}")
-        if any(s != n and (s != 1 or name not in _FLEXIBLE) for s, n in zip(shape[dims:], inner, strict=True)):
-            raise ValueError(f"{name} must end in {inner}; got shape {shape}")
-        strides = tensor.stride()
-        if len(inner) == 2:
-            if shape[-1] > 1 and strides[-1] != 1:
-                tensor = tensor.contiguous()
-                strides = tensor.stride()
-            row, col = (0 if shape[-2] == 1 else strides[-2]), (0 if shape[-1] == 1 and inner[-1] != 1 else 1)
-        elif name == "key_segment":
-            if shape[-1] > 1 and strides[-1] != 1:
-                tensor = tensor.contiguous()
-                strides = tensor.stride()
-            row, col = 0, 1
-        else:
-            row, col = (0 if shape[-1] == 1 else strides[-1]), 1
-        table = _offsets(self.batch, shape[:dims], strides[:dims])
-        self.alive += (tensor, table)
-        return tensor.data_ptr(), table.data_ptr(), row, col
-
-
-_FLEXIBLE = frozenset({"scale", "bias", "mask"})
-
-
-def _prepare(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    terms: Sequence[Term],
-    softcap: float | None,
-) -> tuple[_Call, bytes, torch.dtype]:
-    if len(terms) > 1:
-        raise ValueError(f"the native backend serves at most one term; got {len(terms)}")
-    if query.dtype not in _CODES:
-        raise TypeError(f"the native backend serves {', '.join(map(str, _CODES))}; got {query.dtype}")
-    if query.dim() < 2 or key.dim() < 2:
-        raise ValueError("query and key need at least two dimensions")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap must be positive and finite; got {softcap}")
-    acc = torch.float64 if query.dtype == torch.float64 else torch.float32
-    term = terms[0] if terms else None
-    start, stop, query_segment, key_segment, mask, hole = (
-        (term.start, term.stop, term.query_segment, term.key_segment, term.mask, term.hole)
-        if term is not None
-        else (None, None, None, None, None, False)
-    )
-    if (query_segment is None) != (key_segment is None):
-        raise ValueError("query_segment and key_segment come together")
-    if bias is not None and bias.dtype not in _CODES:
-        raise TypeError(f"bias must be a floating tensor; got {bias.dtype}")
-    Q, D = query.shape[-2:]
-    K = key.shape[-2]
-    V = value.shape[-1] if value is not None else 0
-    call = _Call(
-        query,
-        (
-            (query, 2), (key, 2), (value, 2), (scale, 1), (bias, 2), (target, 1), (start, 1), (stop, 1),
-            (query_segment, 1), (key_segment, 1), (mask, 2),
-        ),
-        K,
-    )  # fmt: skip
-    at = call.operand
-    problem = _PROBLEM.pack(
-        math.prod(call.batch), Q, K, D, V,
-        _CODES[query.dtype], 0 if bias is None else _CODES[bias.dtype], torch.get_num_threads(), hole,
-        softcap or 0.0,
-        *at(query, (Q, D), query.dtype, "query"),
-        *at(key, (K, D), query.dtype, "key"),
-        *at(value, (K, V), query.dtype, "value"),
-        *at(scale, (Q,), acc, "scale"),
-        *(_NOTHING if bias is None else at(bias, (Q, K), bias.dtype, "bias")),
-        *at(target, (Q,), torch.int64, "target"),
-        *at(start, (Q,), torch.int32, "start"),
-        *at(stop, (Q,), torch.int32, "stop"),
-        *at(query_segment, (Q,), torch.int32, "query_segment"),
-        *at(key_segment, (K,), torch.int32, "key_segment"),
-        *at(mask, (Q, K), torch.bool, "mask"),
-    )  # fmt: skip
-    return call, problem, acc
-
-
-def _checked(columns: ColumnSums | None, call: _Call, acc: torch.dtype) -> tuple[Tensor | None, ...]:
+def _checked(columns: ColumnSums | None, call: Call, acc: torch.dtype) -> tuple[Tensor | None, ...]:
     if columns is None:
         return (None,) * 4
     if math.prod(call.batch) != 1:
@@ -264,7 +111,7 @@ def reduce(
     not finite proves nothing: the caller then asks a backend that looks at every key.
     """
     handle = _library()
-    call, problem, acc = _prepare(query, key, value, scale, bias, target, terms, softcap)
+    call, problem, acc = prepare(query, key, value, scale, bias, target, terms, softcap)
     rows = (*call.batch, call.n_query)
     peak, mass = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=acc)
     first = torch.empty(rows, dtype=acc) if moments else None
@@ -278,7 +125,7 @@ def reduce(
     where = (0, 0)
     if moment is not None:
         strides = moment.stride()
-        table = _offsets(call.batch, call.batch, strides[:-2])
+        table = offsets(call.batch, call.batch, strides[:-2])
         where = table.data_ptr(), strides[-2]
     outcome = handle.partita_reduce(problem, _SUMS.pack(*map(_address, outputs), _address(stats), mean, *where))
     if outcome == _NO_MEMORY:
@@ -338,7 +185,7 @@ def reduce_backward(
     value_like, value = value, None if g_moment is None else value
     if target is None:
         g_target = None
-    call, problem, acc = _prepare(query, key, value, scale, bias, target, terms, softcap)
+    call, problem, acc = prepare(query, key, value, scale, bias, target, terms, softcap)
     batch, Q, K, D = call.batch, call.n_query, call.n_key, query.shape[-1]
     V = value.shape[-1] if value is not None else 0
     rows, dims = (*batch, Q), len(batch)
@@ -362,7 +209,7 @@ def reduce_backward(
                         ("g_moment", g_moment), ("g_target", g_target))
     ]  # fmt: skip
     shared = key.shape[:-2] if value is None else _broadcast(key.shape[:-2], value.shape[:-2])
-    group = _offsets(batch, tuple(shared), _strides(shared))
+    group = offsets(batch, tuple(shared), _strides(shared))
     need_query, need_key, need_value, need_scale, need_bias = needs
     if not math.prod(rows) or not K:  # nothing to see; and an empty tensor has no address
         zeros = [
@@ -375,7 +222,7 @@ def reduce_backward(
     key_grad = torch.empty((*shared, K, D), dtype=acc) if need_key else None
     value_grad = torch.empty((*shared, K, V), dtype=acc) if need_value and value is not None else None
     by_row = by_col = dense = None
-    where = _NOTHING
+    where = NOTHING
     repeats = False
     if need_bias and bias is not None:
         if bias.shape[-1] == 1:
@@ -384,7 +231,7 @@ def reduce_backward(
             by_col = torch.zeros((*batch, K), dtype=acc)
         else:
             dense = torch.zeros(bias.shape, dtype=acc)
-            table = _offsets(batch, tuple(bias.shape[:dims]), dense.stride()[:dims])
+            table = offsets(batch, tuple(bias.shape[:dims]), dense.stride()[:dims])
             call.alive.append(table)
             where = dense.data_ptr(), table.data_ptr(), K, 1
             repeats = math.prod(bias.shape[:dims]) < math.prod(batch)
