@@ -4,6 +4,8 @@ Real gloo processes on this machine, one thread each. Latency, bandwidth, the en
 overlap are measured in each world; `partita.distributed.cost` predicts both times from them. With more processes than
 cores everything is slower, which the calibration sees too: it runs in the same world at the same time on all ranks.
 
+Memory: what a rank needs beyond its inputs, gradients included, beside a W-th of what one process needs for the whole.
+
 The last table is a MODEL, not a measurement: the same formulas with assumed numbers of large machines.
 """
 
@@ -22,11 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import partita
 from partita.distributed import Ring, Team, pass_on, team_of, wait
 from partita.distributed.cost import Machine, Work, crossing, gather_time, ring_bytes, ring_time
 from partita.gibbs import Gibbs
 
 from .harness import Options, Row
+from .memory import peak_of
 
 DIM = 128
 WORLDS = {2: (16, 64, 256, 1024, 4096), 4: (16, 64, 256, 1024, 4096), 8: (16, 64, 256, 1024)}  # ranks: rows of each
@@ -50,6 +54,8 @@ def cases(options: Options) -> Iterator[list[Row]]:
         found = _run_world(world, sizes, options.repeat)
         yield [_row(world, n, found) for n in sizes]
         _say_crossing(world, sizes, found)
+    if options.wants("memory"):
+        yield from _memory((2,) if options.quick else tuple(WORLDS), 16 if options.quick else 1)
     _extrapolate()
 
 
@@ -87,19 +93,25 @@ def _say_crossing(world: int, sizes: tuple[int, ...], found: Measured) -> None:
 
 
 def _run_world(world: int, sizes: tuple[int, ...], repeat: int) -> Measured:
+    found: Measured = _ask(world, _serve, sizes, repeat)
+    return found
+
+
+def _ask(world: int, target: Callable[..., None], *arguments: object) -> Any:
+    """What rank 0 of so many new processes sends back."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         workers = [
-            context.Process(target=_serve, args=(rank, world, store, sizes, repeat, theirs), daemon=True)
+            context.Process(target=target, args=(rank, world, store, *arguments, theirs), daemon=True)
             for rank in range(world)
         ]
         for worker in workers:
             worker.start()
         if not ours.poll(1800):
             raise RuntimeError(f"{world} processes gave no answer")
-        found: Measured = ours.recv()
+        found = ours.recv()
         for worker in workers:
             worker.join(60)
     return found
@@ -165,6 +177,92 @@ class _Gather(torch.autograd.Function):
         out = torch.empty_like(grad[: len(grad) // world])
         dist.reduce_scatter(out, [part.contiguous() for part in grad.chunk(world)])
         return out
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _pairs(group: Any, world: int, less: int, symmetric: bool = False) -> Callable[[], object]:
+    x, y = (torch.randn(8192 // less // world, 1024, requires_grad=True) for _ in range(2))
+    options = {"normalize": False, "temperature": 8.0, "symmetric": symmetric}
+    return lambda: partita.info_nce_loss(x, y, group=group, **options).backward()
+
+
+def _sequence(group: Any, world: int, less: int) -> Callable[[], object]:
+    shape = (1, 32, 4096 // less // world, 64)
+    x, upstream = [torch.randn(shape, requires_grad=True) for _ in range(3)], torch.randn(shape)
+
+    def work() -> Tensor:
+        out: Tensor = partita.attention(*x, is_causal=True, group=group)
+        out.backward(upstream)
+        return out
+
+    return work
+
+
+def _classes(group: Any, world: int, less: int) -> Callable[[], object]:
+    x, y = torch.randn(512, 512, requires_grad=True), torch.arange(512)
+    w = torch.randn(32768 // less // world, 512, requires_grad=True)
+
+    def work() -> None:
+        loss, _ = partita.linear_cross_entropy(x, w, y, group=group, return_stats=True)
+        loss.backward()
+
+    return work
+
+
+HELD: dict[str, Callable[..., Callable[[], object]]] = {
+    "contrast, 8192 pairs d=1024": _pairs,
+    "contrast, the same, symmetric": lambda *given: _pairs(*given, symmetric=True),
+    "attention, causal, 4096 positions, 32 heads d=64": _sequence,
+    "cross entropy with statistics, 32768 classes d=512": _classes,
+}
+
+
+def _memory(worlds: tuple[int, ...], less: int) -> Iterator[list[Row]]:
+    """Beyond the inputs, forward and backward; `less` divides the sizes."""
+    # freed blocks of this size go back at once: what is measured is what is in use
+    before = os.environ.get("MALLOC_MMAP_THRESHOLD_")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    try:
+        alone: dict[str, float] = _ask(1, _serve_memory, less, True)
+        for world in worlds:
+            found: dict[str, float] = _ask(world, _serve_memory, less, False)
+            yield [
+                Row(
+                    "distributed",
+                    f"memory W={world} {name}",
+                    f"one process / {world}",
+                    found[name],
+                    alone[name] / world,
+                    "bytes",
+                    load=os.getloadavg()[0],
+                    note=f"one process {alone[name] / 2**20:.1f} MB",
+                )
+                for name in HELD
+            ]
+    finally:
+        if before is None:
+            del os.environ["MALLOC_MMAP_THRESHOLD_"]
+        else:
+            os.environ["MALLOC_MMAP_THRESHOLD_"] = before
+
+
+def _serve_memory(rank: int, world: int, store: str, less: int, alone: bool, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    group = None if alone else dist.group.WORLD
+    found = {}
+    for name, make in HELD.items():
+        make(group, world, less)()  # libraries are loaded, threads have their stacks
+        held = torch.tensor(peak_of(make(group, world, less))[0], dtype=torch.float64)
+        dist.all_reduce(held, op=dist.ReduceOp.MAX)
+        found[name] = float(held)
+    if rank == 0:
+        pipe.send(found)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
@@ -234,7 +332,9 @@ def _extrapolate() -> None:
     print(f"{'work':<54} {'devices':>7} " + " ".join(f"{name:>12}" for name in names))
     for name, work in FAR_WORK.items():
         for world in (8, 64, 1024, 16384):
-            sent, held, whole = ring_bytes(work, world), 3 * work.block_bytes, world * work.block_bytes
+            # the own block, and of its parts (partita.distributed.parts) the one at hand and the one that arrives
+            part = max(work.block_bytes // 16, min(work.block_bytes, 1 << 20))
+            sent, held, whole = ring_bytes(work, world), work.block_bytes + 2 * part, world * work.block_bytes
             times = _seconds(ring_time(work, FAR, world)), _seconds(gather_time(work, FAR, world))
             cells = (*times, _size(sent), _size(held), _size(whole))
             print(f"{name:<54} {world:>7} " + " ".join(f"{cell:>12}" for cell in cells))

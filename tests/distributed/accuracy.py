@@ -1,10 +1,7 @@
-"""float32 across ranks: no worse than twice the plain torch formula, measured against float64; and memory per rank."""
+"""float32 across ranks: no worse than twice the plain torch formula, measured against float64."""
 
 from __future__ import annotations
 
-import gc
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,23 +110,3 @@ def bytes_sent(group: Any, n: int, dim: int) -> tuple[int, int]:
     with distributed.traffic() as sent:
         partita.info_nce_loss(*own, group=group).backward()
     return sent.sent_bytes, sent.messages
-
-
-def peak(group: Any, n: int, dim: int) -> int:
-    """Bytes by which memory rose above what was there before the tensors of this rank, at its highest."""
-
-    def status(field: str) -> int:
-        found = re.search(field + r":\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found is not None
-        return int(found.group(1)) * 1024
-
-    def run(rows: int) -> int:
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS")
-        own = [torch.randn(rows, dim, requires_grad=True) for _ in range(2)]
-        partita.info_nce_loss(*own, normalize=False, temperature=8.0, group=group).backward()
-        return status("VmHWM") - before
-
-    run(n // group.size())  # libraries are loaded, threads have their stacks
-    return run(n // group.size())

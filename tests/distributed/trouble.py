@@ -102,7 +102,7 @@ def vanish(group: Any, where: str, timeout_s: float) -> tuple[str, float]:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments)
 
-    distributed.ring.pass_on = dying
+    travel.pass_on = dying
     start = time.monotonic()
     try:
         loss = partita.info_nce_loss(x, y, group=group)
@@ -111,7 +111,7 @@ def vanish(group: Any, where: str, timeout_s: float) -> tuple[str, float]:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     finally:
         with contextlib.suppress(AttributeError):
-            distributed.ring.pass_on = original
+            travel.pass_on = original
     return "no error", time.monotonic() - start
 
 

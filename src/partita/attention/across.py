@@ -23,7 +23,7 @@ from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.scale import Policy, TargetEntropy
 from partita.support import Support
 
-__all__ = ["Spread", "state_across"]
+__all__ = ["Spread", "mean_across"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +90,8 @@ def _but_length(tensor: Tensor) -> tuple[int, ...]:
     return (*tensor.shape[:-2], tensor.shape[-1])
 
 
-def state_across(team: Team, call: Spread, statistics: bool) -> State:
-    """The state of this rank's rows over the keys and values of all ranks."""
+def mean_across(team: Team, call: Spread, statistics: bool) -> tuple[Tensor, State]:
+    """The mean value of this rank's rows over the keys and values of all ranks, and the state without it."""
     with joint_checks(team):
         problem = call.check()
     rules = (call.is_causal, call.grouped, statistics, team.zigzag)
@@ -137,7 +137,9 @@ def state_across(team: Team, call: Spread, statistics: bool) -> State:
         grouped=call.grouped,
         batch=batch,
     )
-    return ring.sums(call.value, statistics=statistics).state
+    sums = ring.sums(call.value, statistics=statistics)
+    assert sums.mean is not None
+    return sums.mean, sums.state
 
 
 def _bias_and_mask(call: Spread, rows: Layout, keys: Layout, at: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from partita._overrides import overridable
-from partita.attention.across import Spread, state_across
+from partita.attention.across import Spread, mean_across
 from partita.attention.bias import Bias
 from partita.attention.dropout import check_dropout, state_with_dropout
 from partita.attention.problem import Problem
@@ -100,7 +100,8 @@ def attention(
         call = Spread(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, support, bias, softcap
         )  # fmt: skip
-        return finish(state_across(team_of(group), call, return_stats), value, sink, return_stats)
+        mean, state = mean_across(team_of(group), call, return_stats)
+        return finish(state, value, sink, return_stats, mean)
     problem = Problem.of(
         query,
         key,

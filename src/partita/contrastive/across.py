@@ -18,7 +18,7 @@ from partita.gibbs import Gibbs
 from partita.rows import reduce_rows
 from partita.support import Support
 
-__all__ = ["Across", "read_sums", "reduce_all"]
+__all__ = ["Across", "read_both", "read_sums", "reduce_all"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +107,16 @@ def read_sums(
         return gibbs._pass(target=target, rank=rank, statistics=statistics)
     ring = across.ring(query, key, scale, bias=bias, support=support, view=view, kind=kind)
     return ring.sums(target=target, rank=rank, statistics=statistics)
+
+
+def read_both(
+    across: Across | None, query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None, target: Tensor
+) -> tuple[Sums, Sums]:
+    """Rows over keys and keys over rows, of this process or of all ranks; without statistics."""
+    if across is not None:
+        return across.ring(query, key, scale, bias=bias).both(target)
+    rows = read_sums(None, query, key, scale, bias=bias, target=target, statistics=False)
+    return rows, read_sums(None, key, query, scale, bias=bias, target=target, statistics=False)
 
 
 def reduce_all(across: Across | None, rows: Tensor, reduction: str, total: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
-from partita.contrastive.across import Across, read_sums, reduce_all
+from partita.contrastive.across import Across, read_both, read_sums, reduce_all
 from partita.contrastive.candidates import Bank, positive_score
 from partita.contrastive.readout import readout, similarity_moments
 from partita.engine import Stats
@@ -27,8 +27,7 @@ def row_and_column_nll(
     if bias is None and across is None:
         return diagonal_nll(query, key, scale)
     own = torch.arange(query.shape[0], device=query.device)
-    rows = read_sums(across, query, key, scale, bias=bias, target=own, statistics=False)
-    columns = read_sums(across, key, query, scale, bias=bias, target=own, statistics=False)
+    rows, columns = read_both(across, query, key, scale, bias, own)
     return surprise(rows), surprise(columns)
 
 

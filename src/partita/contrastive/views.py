@@ -149,9 +149,9 @@ def _label_sums_round(
     def same(source: int, n: int) -> list[tuple[slice, int, Support]]:
         return [(slice(0, n), 0, supports.segments(labels, every[source]))]
 
-    state = across.ring(x.detach(), keys, 0.0, view=same, kind=1).sums(keys, statistics=False).state
-    assert state.moment is not None
-    return state.moment, state.count
+    sums = across.ring(x.detach(), keys, 0.0, view=same, kind=1).sums(keys, statistics=False)
+    assert sums.mean is not None
+    return sums.mean * sums.state.count[:, None], sums.state.count
 
 
 def _check_labels(name: str, vectors: Tensor, label_name: str, labels: Tensor) -> None:

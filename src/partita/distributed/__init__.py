@@ -8,7 +8,8 @@ passes     the distribution of this rank's rows over the keys of all ranks
 count      how many keys score above a level
 layout     which positions of a sequence a rank holds; `shard`, `gather`
 cost       a model of time and bytes, for ring and gather
-travel     blocks of keys on their way; `traffic` counts the bytes
+travel     blocks of keys and their gradients on their way; `traffic` counts the bytes
+parts      how blocks are cut, so that little is held on the way
 """
 
 from __future__ import annotations

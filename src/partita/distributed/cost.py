@@ -5,7 +5,8 @@
 
     hop(bytes) = latency + bytes / bandwidth          work(flops) = overhead + flops / rate
 
-The ring needs a block's memory, gathering needs W blocks. The ring hides its traffic as soon as the work on a block
+Blocks go round in parts of a megabyte or more, whose latencies are left out here: beside their bytes they are small.
+The ring needs some parts' memory, gathering needs W blocks. The ring hides its traffic as soon as the work on a block
 takes longer than its hop; below that it pays W latencies and W overheads where gathering pays one overhead: hence a
 crossing point. `python -m benchmarks distributed` measures the parameters and holds the prediction against gloo.
 """
@@ -93,15 +94,13 @@ class Work:
 
 
 def ring_bytes(work: Work, world: int) -> int:
-    """Bytes a rank sends: W - 1 hops of a block forward; as many backward, and W hops of its gradient.
+    """Bytes a rank sends: W - 1 hops of a block forward; as many backward, and as many of its gradient.
 
-    >>> ring_bytes(Work(rows=10, keys=10, dim=8), world=4)  # (3 + 3 + 4) blocks of 320 bytes
-    3200
+    >>> ring_bytes(Work(rows=10, keys=10, dim=8), world=4)  # (3 + 3 + 3) blocks of 320 bytes
+    2880
     """
-    if world == 1:
-        return 0
     passes = 2 if work.backward else 1
-    return passes * (world - 1) * work.block_bytes + world * work.returned_bytes
+    return (world - 1) * (passes * work.block_bytes + work.returned_bytes)
 
 
 def gather_bytes(work: Work, world: int) -> int:
@@ -125,9 +124,12 @@ def ring_time(work: Work, machine: Machine, world: int) -> float:
     if not work.backward:
         return total
     backward = machine.work(work.backward_flops)
-    home = machine.hop(work.returned_bytes) if world > 1 else 0.0
-    hops = machine.hop(work.block_bytes) + home
-    return total + (world - 1) * machine.both(backward, hops) + backward + home
+    if world == 1:
+        return total + backward
+    there, home = machine.hop(work.block_bytes), machine.hop(work.returned_bytes)
+    # the own block has no gradient to wait for; the last gradient has no work to hide behind
+    total += machine.both(backward, there) + (world - 2) * machine.both(backward, there + home)
+    return total + backward + home
 
 
 def gather_time(work: Work, machine: Machine, world: int) -> float:

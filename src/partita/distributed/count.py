@@ -15,6 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from partita._terms import Term
+from partita.distributed.parts import cut_keys
 from partita.engine import Request, registry
 
 __all__ = ["count_above"]
@@ -25,6 +27,13 @@ _FAR = 1e30
 @torch.no_grad()
 def count_above(request: Request, level: Tensor) -> Tensor:  # (*b, Q) int64
     """Visible keys of the request whose score is above its row's level; nan counts none, -inf all."""
+    total = torch.zeros((*request.batch, request.n_query), dtype=torch.int64, device=request.query.device)
+    for part in cut_keys(request):  # with one more dimension the keys are copied: a part at a time
+        total += _count(part, level)
+    return total
+
+
+def _count(request: Request, level: Tensor) -> Tensor:
     dtype, n = request.dtype, request.n_key
     query, key, scale = request.query.to(dtype), request.key.to(dtype), request.scale
     size = torch.linalg.vector_norm(query, dim=-1) * scale.abs()
@@ -51,7 +60,35 @@ def count_above(request: Request, level: Tensor) -> Tensor:  # (*b, Q) int64
     if bias is not None:
         bias = torch.nn.functional.pad(bias, (0, 1))
     target = torch.full(query.shape[:-1], n, dtype=torch.int64, device=query.device)
-    asked = replace(request, query=query, key=longer, value=None, bias=bias, target=target, rank=True, statistics=False)
+    asked = replace(
+        request,
+        query=query,
+        key=longer,
+        value=None,
+        bias=bias,
+        target=target,
+        terms=_with_last(request.terms, request),
+        rank=True,
+        statistics=False,
+    )
     rank = registry.choose(asked, registry.current()).forward(asked).rank
     assert rank is not None
     return rank
+
+
+def _with_last(terms: tuple[Term, ...], request: Request) -> tuple[Term, ...]:
+    """The same terms over one more key, which every row sees."""
+    n = request.n_key
+    if not terms or (terms[0].hole and replace(terms[0], hole=False).trivial and request.n_query <= n):
+        return terms
+    last = torch.full((*[1] * (request.query.dim() - 2), request.n_query), n, dtype=torch.int32)
+    return (*(_longer(term) for term in terms), Term(start=last.to(request.query.device)))
+
+
+def _longer(term: Term) -> Term:
+    ids, mask = term.key_segment, term.mask
+    return replace(
+        term,
+        key_segment=None if ids is None else torch.cat([ids, ids[..., -1:]], -1),
+        mask=mask if mask is None or mask.shape[-1] == 1 else torch.nn.functional.pad(mask, (0, 1)),
+    )

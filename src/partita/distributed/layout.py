@@ -66,6 +66,12 @@ class Cut:
     def of(terms: Sequence[Term], at: Tensor) -> Cut:
         return Cut(tuple(_rows(term, at) for term in terms), at.to(torch.int32))
 
+    @staticmethod
+    def rows(terms: Sequence[Term], rows: slice, device: torch.device) -> Cut:
+        """Of rows that lie side by side: nothing is copied."""
+        at = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)
+        return Cut(tuple(_rows(term, rows) for term in terms), at)
+
     def also(self, mask: Tensor) -> Cut:
         """Only keys that this mask (*b, Q or 1, K or 1) shows as well."""
         shown = Term(mask=mask)
@@ -118,7 +124,7 @@ def _dims(term: Term) -> int:
     return 1 if term.mask is None else term.mask.dim() - 1
 
 
-def _rows(term: Term, at: Tensor) -> Term:
+def _rows(term: Term, at: Tensor | slice) -> Term:
     def row(vector: Tensor | None) -> Tensor | None:
         return None if vector is None else vector[..., at]
 

@@ -32,7 +32,8 @@ class Ring:
 
     view: which keys of a rank's block this rank's rows see; None shows all. A support there is about the block alone.
     bias: (..., n_query or 1, all keys or 1), of this rank's rows; it does not travel.
-    moves: whether the ranks want the gradient of key and of value; must be the same on all.
+
+    Whether key, value (and for `both` query) need a gradient must be the same on all ranks.
     """
 
     def __init__(
@@ -64,38 +65,46 @@ class Ring:
         statistics: bool = True,
         level: Tensor | None = None,
     ) -> Sums:
-        """One pass; `level` asks how many keys score above it, for a row whose own key is not among them."""
+        """One pass; with a value its mean, not the moment that it comes from.
+
+        level: how many keys score above it, for a row whose own key is not among them.
+        """
         request = engine.extend(self._rows, value=value, target=target, rank=rank, statistics=statistics)
         assert request is not None
-        lead = self._lead()
-        whole = request.query.expand(*lead, *request.query.shape[-2:])
+        job = self._job(request, level)
         bias = None if self._bias is None else self._split(_pad(self._bias, len(self._batch) + 2), 2)
+        (out,) = run([job], self._whole(request), request.key, request.value, request.scale, bias)
+        return _read(job, out)
+
+    def both(self, target: Tensor) -> tuple[Sums, Sums]:
+        """Rows over keys and keys over rows, for pairs: row i and key i belong together on every rank.
+
+        No statistics, no batch; the gradients of both directions are added up in one place.
+        """
+        request = engine.extend(self._rows, target=target, statistics=False)
+        assert request is not None
+        assert not self._batch
+        assert self.view is None
+        jobs = [self._job(request, None), self._job(replace(request, query=request.key, key=request.query), None)]
+        out = run(jobs, request.query, request.key, None, request.scale, self._bias)
+        one, other = (_read(job, found) for job, found in zip(jobs, out, strict=True))
+        return one, other
+
+    def _whole(self, request: Request) -> Tensor:
+        """The query with all batch dimensions of the rows."""
+        return request.query.expand(*self._lead(), *request.query.shape[-2:])
+
+    def _job(self, request: Request, level: Tensor | None) -> Job:
         quiet = replace(
             request,
-            query=whole.detach(),
+            query=self._whole(request).detach(),
             scale=request.scale.detach(),
             key=request.key.detach(),
             value=None if request.value is None else request.value.detach(),
         )
         grad = torch.is_grad_enabled()
         moves = (grad and request.key.requires_grad, grad and request.value is not None and request.value.requires_grad)
-        job = Job(self.team, self.sizes, self._pieces, quiet, level, moves)
-        out = run(job, whole, request.key, request.value, request.scale, bias)
-        peak, mass, first, spread, count, moment, score, ranks = out
-        if not statistics:
-            first = spread = torch.zeros_like(mass)
-        state = State(
-            request.ungroup(peak.to(request.dtype)),
-            request.ungroup(mass),
-            request.ungroup(first),
-            request.ungroup(spread),
-            request.ungroup(count),
-            None if request.value is None else request.ungroup(moment, 1),
-        )
-        counted = rank or level is not None
-        return Sums(
-            state, None if target is None else request.ungroup(score), request.ungroup(ranks) if counted else None
-        )
+        return Job(self.team, self.sizes, self._pieces, quiet, level, moves)
 
     def _lead(self) -> tuple[int, ...]:
         """The batch dimensions of the rows in canonical form."""
@@ -131,6 +140,23 @@ class Ring:
         heads = tensor.shape[at]
         out: Tensor = tensor.unflatten(at, (1, 1) if heads == 1 else (heads // groups, groups))
         return out
+
+
+def _read(job: Job, out: Sequence[Tensor]) -> Sums:
+    """What a pass gives, with the heads in one dimension again."""
+    rows = job.rows
+    peak, mass, first, spread, count, mean, score, ranks = out
+    if not rows.statistics:
+        first = spread = torch.zeros_like(mass)
+    peak = peak.to(rows.dtype)
+    peak, mass, first, spread, count = (rows.ungroup(x) for x in (peak, mass, first, spread, count))
+    counted = rows.rank or job.level is not None
+    return Sums(
+        State(peak, mass, first, spread, count),
+        None if rows.target is None else rows.ungroup(score),
+        rows.ungroup(ranks) if counted else None,
+        None if rows.value is None else rows.ungroup(mean, 1),
+    )
 
 
 def _rows_of(request: Request) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
-"""One pass over the keys of all ranks: the rank's own rows meet one block of keys after the other.
+"""One pass over the keys of all ranks: the rank's own rows meet one part of their blocks after the other.
 
     forward    W - 1 hops of the key (and value) blocks, states merged as they come
-    backward   the blocks go round once more, and with each goes the gradient collected for it so far: one hop more, so
-               that it comes home. Scores are recomputed; no rank ever holds all keys.
+    backward   the blocks go round once more, and with each goes the gradient collected for it so far, until it is home.
+               Scores are recomputed; no rank ever holds all keys.
 
 The row sums that come out are those of one machine, relative to the global peak, so that everything read off them is
-plain autograd on this rank's own row vectors. First derivatives only.
+plain autograd on this rank's own row vectors. First derivatives only. Beyond what comes in and what comes out, a pass
+holds a few parts of a block (`partita.distributed.parts`).
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from partita._terms import Term
 from partita.distributed.count import count_above
+from partita.distributed.parts import Parts, Place, cut_terms, places
 from partita.distributed.team import Team
-from partita.distributed.travel import GRADIENTS, KEYS, Block, pass_on, wait
+from partita.distributed.travel import Homeward, Visit, visits
 from partita.engine import Request, State, registry
 from partita.engine.tile import Upstream
 
@@ -46,26 +47,76 @@ class Job:
     team: Team
     sizes: tuple[int, ...]  # keys of every rank
     pieces: Callable[[int], Sequence[Piece]]  # of the block of a rank; () if no row sees any of it
-    rows: Request  # this rank's rows: what every block's request is made from; its tensors carry no graph
+    rows: Request  # this rank's rows: what every request is made from; its tensors carry no graph
     level: Tensor | None = None  # count keys whose score lies above; needs no target
-    moves: tuple[bool, bool] = (True, True)  # whether anybody wants the gradient of key, value
+    moves: tuple[bool, bool] = (True, True)  # whether anybody wants the gradient of key, value: then it travels
 
-    def of(self, query: Tensor, scale: Tensor) -> Job:
+    def of(self, query: Tensor, scale: Tensor, bias: Tensor | None) -> Job:
         """The same for these rows."""
-        return replace(self, rows=replace(self.rows, query=query, scale=scale))
+        return replace(self, rows=replace(self.rows, query=query, scale=scale, bias=bias))
 
-    def request(self, piece: Piece, tensors: Sequence[Tensor], bias: Tensor | None, target: Tensor | None) -> Request:
-        """This rank's rows against a piece of a block."""
-        key, *value = (t[..., piece.keys, :] for t in tensors)
-        if bias is not None and bias.shape[-1] != 1:
-            bias = bias[..., piece.first : piece.first + key.shape[-2]]
-        known = replace(self.rows, key=key, value=value[0] if value else None, bias=bias, terms=piece.terms)
-        return replace(known, target=target, rank=target is not None and self.rows.rank)
+    def meetings(self, visit: Visit, place: Place, pieces: Sequence[Piece]) -> list[Meeting]:
+        """The rows of a place against the part of a block that visits."""
+        rows, found = self.rows, []
+        for piece in pieces:
+            low, high = max(piece.keys.start, visit.keys.start), min(piece.keys.stop, visit.keys.stop)
+            if low >= high:
+                continue
+            seen = slice(low - piece.keys.start, high - piece.keys.start)
+            terms = cut_terms(piece.terms, place, seen, piece.keys.stop - piece.keys.start)
+            if terms is None:
+                continue
+            keys = slice(low - visit.keys.start, high - visit.keys.start)
+            columns = slice(piece.first + seen.start, piece.first + seen.stop)
+            key, *value = (t[..., keys, :] for t in visit.tensors)
+            target = None
+            if rows.target is not None and not visit.step:
+                target = place.vector(rows.target)
+            request = replace(
+                rows,
+                query=place.matrix(rows.query),
+                key=key,
+                value=value[0] if value else None,
+                scale=place.vector(rows.scale),
+                bias=None if rows.bias is None else _columns(place.matrix(rows.bias), columns),
+                target=target,
+                terms=terms,
+                rank=target is not None and rows.rank,
+            )
+            found.append(Meeting(request, keys, columns, low))
+        return found
 
 
-def run(job: Job, query: Tensor, key: Tensor, value: Tensor | None, scale: Tensor, bias: Tensor | None) -> Any:
-    """Peak, mass, first, spread, count, moment, target score, rank; an absent one is empty."""
-    return _Ring.apply(job, query, key, value, scale, bias)  # type: ignore[no-untyped-call]
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """Some rows and some keys, as the engine takes them."""
+
+    request: Request
+    keys: slice  # within the part
+    columns: slice  # in the whole
+    first: int  # the key of the block it begins with
+
+
+def _columns(bias: Tensor, columns: slice) -> Tensor:
+    return bias if bias.shape[-1] == 1 else bias[..., columns]
+
+
+def run(
+    jobs: Sequence[Job], query: Tensor, key: Tensor, value: Tensor | None, scale: Tensor, bias: Tensor | None
+) -> list[tuple[Tensor, ...]]:
+    """Peak, mass, first, spread, count, mean value, target score, rank, of each job; an absent one is empty.
+
+    Two jobs are both directions of one matrix, without value: in the second, rows and keys change places. As one
+    function they add their gradients up in one place, where two would hold them twice.
+    """
+    out = _Ring.apply(tuple(jobs), query, key, value, scale, bias)  # type: ignore[no-untyped-call]
+    return [out[_OUTPUTS * i : _OUTPUTS * (i + 1)] for i in range(len(jobs))]
+
+
+_OPERANDS = ("query", "key", "value", "scale", "bias")
+_TRAVEL = ("key", "value")
+_OUTPUTS, _SAVED = 8, 4  # of a job
+_TURNED = {"query": "key", "key": "query"}
 
 
 def _plainly(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -76,53 +127,83 @@ def _plainly(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, job: Job, query: Tensor, key: Tensor, value: Tensor | None, scale: Tensor, bias: Tensor | None
+        ctx: Any,
+        jobs: tuple[Job, ...],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        scale: Tensor,
+        bias: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        rows = job.rows
-        with _plainly(query):
-            total, score, rank = _forward(job.of(query, scale), [key] if value is None else [key, value], bias)
-        absent = total.mass.new_empty(0)
-        out = (
-            total.peak,
-            total.mass,
-            total.first if rows.statistics else absent.clone(),
-            total.spread if rows.statistics else absent.clone(),
-            total.count,
-            absent.clone() if total.moment is None else total.moment,
-            absent.clone() if score is None else score,
-            absent.clone().long() if rank is None else rank,
-        )
-        ctx.job = job
-        ctx.mark_non_differentiable(out[0], out[4], out[7])
+        results: list[Tensor] = []
+        saved: list[Tensor] = []
+        for turned, job in enumerate(jobs):
+            rows, own = (key, query) if turned else (query, key)
+            with _plainly(query):
+                out = _sums(job.of(rows, scale, bias), [own] if value is None else [own, value])
+            results += out
+            saved += [*out[:3], out[5]]
+        ctx.jobs = jobs
+        ctx.mark_non_differentiable(*(results[_OUTPUTS * i + k] for i in range(len(jobs)) for k in (0, 4, 7)))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, scale, bias, *out[:3])
-        return out
+        ctx.save_for_backward(query, key, value, scale, bias, *saved)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *given, peak, total, linear = ctx.saved_tensors
+        given, saved = ctx.saved_tensors[: len(_OPERANDS)], ctx.saved_tensors[len(_OPERANDS) :]
         query, key, value, scale, bias = given
-        job = ctx.job.of(query, scale)
-        g = _upstream(job.rows, grads, total, linear, value)
-        needs = tuple(ctx.needs_input_grad[1:])
-        with _plainly(key):
-            found = _backward(job, key, value, bias, peak, g, needs)
+        needs, dtype = dict(zip(_OPERANDS, ctx.needs_input_grad[1:], strict=True)), ctx.jobs[0].rows.dtype
+        wanted = {name for name, need in needs.items() if need}
+        for turned, job in enumerate(ctx.jobs):
+            wanted |= {"query" if turned else name for name, moves in zip(_TRAVEL, job.moves, strict=True) if moves}
+        total = {
+            name: torch.zeros(x.shape, dtype=dtype, device=x.device)
+            for name, x in zip(_OPERANDS, given, strict=True)
+            if x is not None and name in wanted
+        }
+        for turned, job in enumerate(ctx.jobs):
+            rows, own = (key, query) if turned else (query, key)
+            asked = grads[_OUTPUTS * turned : _OUTPUTS * (turned + 1)]
+            peak, mass, linear, mean = saved[_SAVED * turned : _SAVED * (turned + 1)]
+            known = job.of(rows, scale, bias)
+            into = {_TURNED.get(name, name): grad for name, grad in total.items()} if turned else total
+            with _plainly(key):
+                g = _upstream(known, asked, mass, linear, mean)
+                _backward(known, [own] if value is None else [own, value], peak, mass, g, into)
         return None, *(
-            None if not need or x is None else found[name].to(x.dtype)
-            for name, need, x in zip(_OPERANDS, needs, given, strict=True)
+            total[name].to(x.dtype) if needs[name] and name in total else None
+            for name, x in zip(_OPERANDS, given, strict=True)
         )
 
 
-_OPERANDS = ("query", "key", "value", "scale", "bias")
-_TRAVEL = ("key", "value")
+def _filled(mass: Tensor) -> Tensor:
+    """A mass one may divide by: an empty row has none, and nothing to divide."""
+    return torch.where(mass == 0, torch.ones_like(mass), mass)
 
 
 # ---- forward --------------------------------------------------------------------------------------------------------
 
 
-def _forward(job: Job, own: Sequence[Tensor], bias: Tensor | None) -> tuple[State, Tensor | None, Tensor | None]:
-    team, rows = job.team, job.rows
+def _sums(job: Job, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of a job."""
+    total, score, rank = _forward(job, own)
+    absent, statistics = total.mass.new_empty(0), job.rows.statistics
+    return (
+        total.peak,
+        total.mass,
+        total.first if statistics else absent.clone(),
+        total.spread if statistics else absent.clone(),
+        total.count,
+        absent.clone() if total.moment is None else total.moment.div_(_filled(total.mass)[..., None]),
+        absent.clone() if score is None else score,
+        absent.clone().long() if rank is None else rank,
+    )
+
+
+def _forward(job: Job, own: Sequence[Tensor]) -> tuple[State, Tensor | None, Tensor | None]:
+    rows = job.rows
     shape = (*rows.batch, rows.n_query)
     new = rows.scale
     moment = None if len(own) == 1 else new.new_zeros(*shape, own[1].shape[-1])
@@ -132,92 +213,96 @@ def _forward(job: Job, own: Sequence[Tensor], bias: Tensor | None) -> tuple[Stat
     counts = rows.rank or job.level is not None
     rank = torch.zeros(shape, dtype=torch.int64, device=new.device) if counts else None
 
-    form, here = Block.of(own), _message(own)
-    for step in range(team.size):
-        source = (team.rank - step) % team.size
-        arriving, moves = here, []
-        if step < team.size - 1:
-            arriving = form.empty(job.sizes[(source - 1) % team.size], here)
-            moves = pass_on(team, here, arriving, KEYS)
-        total, score, rank = _block_forward(job, step, form.unpack(here, job.sizes[source]), bias, total, score, rank)
-        wait(moves)
-        here = arriving
+    parts = Parts.of(own, max(job.sizes))
+    # the rank of a target is counted from its score: those of the own block, where all targets are, come at once
+    at_home = parts if rows.target is None else parts.whole_keys()
+    for visit in visits(job.team, own, job.sizes, parts, at_home):
+        _visit_forward(job, parts, visit, total, score, rank)
     return total, score, rank
 
 
-def _block_forward(
-    job: Job,
-    step: int,
-    tensors: Sequence[Tensor],
-    bias: Tensor | None,
-    total: State,
-    score: Tensor | None,
-    rank: Tensor | None,
-) -> tuple[State, Tensor | None, Tensor | None]:
-    """The sums with those of one block; targets are in the first, the rank's own."""
-    rows, source = job.rows, (job.team.rank - step) % job.team.size
-    for piece in job.pieces(source) if rows.n_query else ():
-        request = job.request(piece, tensors, bias, rows.target if step == 0 else None)
-        if not request.n_key:
-            continue
-        part = registry.choose(request, registry.current()).forward(request)
-        total = _join(total, part.state)
-        if part.target_score is not None:
-            score, rank = part.target_score, part.rank if rank is not None else None
-        elif rank is not None:
-            level = score if job.level is None else job.level
-            assert level is not None
-            rank = rank + count_above(request, level)
-    return total, score, rank
+def _visit_forward(
+    job: Job, parts: Parts, visit: Visit, total: State, score: Tensor | None, rank: Tensor | None
+) -> None:
+    """Add the sums of one part; targets are in the own block."""
+    rows = job.rows
+    pieces = job.pieces(visit.source) if rows.n_query else ()
+    for place in places(rows.query, parts, visit.entries, alone=total.moment is None and rank is None):
+        for meeting in job.meetings(visit, place, pieces):
+            request = meeting.request
+            found = registry.choose(request, registry.current()).forward(request)
+            _join(total, place, found.state)
+            if found.target_score is not None:
+                assert score is not None
+                place.vector(score).copy_(found.target_score)
+            if rank is None:
+                continue
+            if found.rank is not None:
+                place.vector(rank).copy_(found.rank)
+            else:
+                level = score if job.level is None else job.level
+                assert level is not None
+                place.vector(rank).add_(count_above(request, place.vector(level)))
 
 
-def _message(own: Sequence[Tensor]) -> Tensor:
-    """The own block as a message."""
-    return Block.of(own).pack(own, own[0].dtype)
-
-
-def _join(a: State, b: State) -> State:
-    """Two states, with the peak kept in float64 and every sum in its own dtype."""
+def _join(total: State, place: Place, b: State) -> None:
+    """Add a state to that of a place, with the peak kept in float64 and every sum in its own dtype."""
+    at = place.vector
+    moments = None if total.moment is None else place.matrix(total.moment)
+    a = State(at(total.peak), at(total.mass), at(total.first), at(total.spread), at(total.count), moments)
     dtype = a.mass.dtype
     level = b.peak.double()
     peak = torch.maximum(a.peak, level)
 
-    def seen(state: State, top: Tensor) -> State:
+    def seen(state: State, top: Tensor) -> tuple[State, Tensor]:
         unseen = top.isneginf()
         step = torch.where(unseen, torch.zeros_like(peak), top - peak)
         shrink = torch.where(unseen, torch.zeros_like(peak), step.exp()).to(dtype)
         first = shrink * (state.first + step.to(dtype) * state.mass)
-        moment = None if state.moment is None else state.moment * shrink[..., None]
-        return State(peak, shrink * state.mass, first, shrink * state.spread, state.count, moment)
+        return State(peak, shrink * state.mass, first, shrink * state.spread, state.count), shrink[..., None]
 
-    a, b = seen(a, a.peak), seen(b, level)
-    moment = None if a.moment is None or b.moment is None else a.moment.add_(b.moment)
-    mass = a.mass + b.mass
-    share = a.mass * (b.mass / torch.where(mass == 0, torch.ones_like(mass), mass))
-    gap = a._mean(a.first) - b._mean(b.first)
-    return State(peak, mass, a.first + b.first, a.spread + b.spread + share * gap * gap, a.count + b.count, moment)
+    (one, left), (other, right) = seen(a, a.peak), seen(b, level)
+    if a.moment is not None and b.moment is not None:
+        a.moment.mul_(left).addcmul_(b.moment, right)
+    mass = one.mass + other.mass
+    share = one.mass * (other.mass / _filled(mass))
+    gap = one._mean(one.first) - other._mean(other.first)
+    spread = one.spread + other.spread + share * gap * gap
+    for old, new in ((a.peak, peak), (a.mass, mass), (a.first, one.first + other.first), (a.spread, spread)):
+        old.copy_(new)
+    a.count.add_(b.count)
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
 
 
-def _upstream(
-    rows: Request, grads: Sequence[Tensor | None], total: Tensor, linear: Tensor, value: Tensor | None
-) -> Upstream:
-    """Gradients of the raw sums, zeros for those nobody asked for: every rank takes part, asked or not."""
+def _upstream(job: Job, grads: Sequence[Tensor | None], total: Tensor, linear: Tensor, mean: Tensor) -> Upstream:
+    """Gradients of the raw sums, zeros for those nobody asked for: every rank takes part, asked or not.
+
+    That of the moment is still the one of the mean value; it is divided by the mass where it is used, place by place.
+    """
+    rows = job.rows
     _, mass, first, spread, _, moment, target, _ = grads
     zero = torch.zeros_like(total)
     mass, first, second = (zero if g is None else g for g in (mass, first, spread))
     if rows.statistics:
         # spread = sum e c^2 - first^2 / mass: its gradient is that of the three raw moments
-        mean = linear / torch.where(total == 0, torch.ones_like(total), total)
-        mass, first = mass + mean * mean * second, first - 2 * mean * second
+        centre = linear / _filled(total)
+        mass, first = mass + centre * centre * second, first - 2 * centre * second
     else:
         first = second = zero
-    if value is None:
+    if rows.value is None:
         moment = None
     elif moment is None:
-        moment = zero[..., None].expand(*zero.shape, value.shape[-1])
+        moment = zero[..., None].expand(*zero.shape, mean.shape[-1])
+    else:
+        # mean = moment / mass
+        mass = mass.clone()
+        parts = Parts.of([rows.query], rows.n_query)
+        for entries in parts.entries:
+            for place in places(rows.query, parts, entries):
+                along = torch.linalg.vecdot(place.matrix(moment), place.matrix(mean))
+                place.vector(mass).sub_(along / _filled(place.vector(total)))
     if rows.target is None:
         target = None
     elif target is None:
@@ -226,88 +311,64 @@ def _upstream(
 
 
 def _backward(
-    job: Job, key: Tensor, value: Tensor | None, bias: Tensor | None, peak: Tensor, g: Upstream, needs: tuple[bool, ...]
-) -> dict[str, Tensor]:
-    team, rows, sizes = job.team, job.rows, job.sizes
-    own = [key] if value is None else [key, value]
-    total: dict[str, Tensor] = {}
-    wanted = [i for i, there in enumerate(job.moves) if there][: len(own)]  # of key, value
-    form, homeward = Block.of(own), Block.of([own[i] for i in wanted])
-    here = _message(own)
-    sums = coming = key.new_zeros(0, dtype=rows.dtype)
-    moves_back: list[dist.Work] = []
-    for step in range(team.size):
-        source = (team.rank - step) % team.size
-        before = (source - 1) % team.size
-        arriving, moves = here, []
-        if step < team.size - 1:
-            arriving = form.empty(sizes[before], here)
-            moves = pass_on(team, here, arriving, KEYS)
-        # in a function of its own: what it has made is free before the next block is worked on
-        mine = _block_backward(job, step, form.unpack(here, sizes[source]), bias, peak, g, needs, total)
-        wait(moves_back)
-        if wanted:
-            sums = homeward.pack([mine[_TRAVEL[i]] for i in wanted], rows.dtype)
-            del mine
-            if step:
-                sums += coming
-            coming = sums if team.size == 1 else homeward.empty(sizes[before], sums)
-            moves_back = [] if team.size == 1 else pass_on(team, sums, coming, GRADIENTS)
-        wait(moves)
-        here = arriving
-    wait(moves_back)
-    for i, grad in zip(wanted, homeward.unpack(coming, sizes[team.rank]) if wanted else (), strict=True):
-        total[_TRAVEL[i]] = grad
-    for name, like in (("query", rows.query), ("scale", rows.scale), ("bias", bias)):
-        if like is not None and needs[_OPERANDS.index(name)] and name not in total:
-            total[name] = _zeros(like, rows.dtype)
-    return total
+    job: Job, own: Sequence[Tensor], peak: Tensor, mass: Tensor, g: Upstream, total: dict[str, Tensor]
+) -> None:
+    """Add the gradients of a job to `total`, which holds zeros, or those of other jobs."""
+    parts = Parts.of(own, max(job.sizes))
+    travelling = [name for name in _TRAVEL if name in total]
+    home = Homeward(job.team, [total[name] for name in travelling], job.sizes, parts)
+    for visit in visits(job.team, own, job.sizes, parts, parts):
+        into = dict(zip(travelling, home.begin(visit), strict=True))
+        # in a function of its own: what it has made is free before the next part is worked on
+        _visit_backward(job, parts, visit, peak, mass, g, total, into)
+        home.end(visit)
+    home.finish()
 
 
-def _block_backward(
+def _visit_backward(
     job: Job,
-    step: int,
-    tensors: Sequence[Tensor],
-    bias: Tensor | None,
+    parts: Parts,
+    visit: Visit,
     peak: Tensor,
+    mass: Tensor,
     g: Upstream,
-    needs: tuple[bool, ...],
     total: dict[str, Tensor],
-) -> dict[str, Tensor]:
-    """The gradient of one block that comes from this rank's rows; what belongs to the rows is added to `total`."""
-    rows, source = job.rows, (job.team.rank - step) % job.team.size
-    asked = (needs[0], job.moves[0], job.moves[1] and len(tensors) > 1, needs[3], needs[4])
-    upstream = g if step == 0 else replace(g, target=None)
-    mine: dict[str, Tensor] = {}
-    for piece in job.pieces(source) if rows.n_query else ():
-        request = replace(job.request(piece, tensors, bias, rows.target if step == 0 else None), rank=False)
-        if not request.n_key:
-            continue
-        found = registry.choose(request, registry.current()).backward(request, peak, upstream, asked)
-        local = {"query": rows.query, "scale": rows.scale, "bias": bias}
-        for name, grad in found.items():
-            like = tensors[_TRAVEL.index(name)] if name in _TRAVEL else local[name]
-            assert like is not None
-            _add(mine if name in _TRAVEL else total, name, grad, like, piece, rows.dtype)
-    for name, like, moves in zip(_TRAVEL, tensors, job.moves, strict=False):
-        if moves and name not in mine:
-            mine[name] = _zeros(like, rows.dtype)
-    return mine
+    into: dict[str, Tensor],
+) -> None:
+    """Add the gradients that come from one part: its own to `into`, what belongs to the rows to `total`."""
+    rows = job.rows
+    asked = ("query" in total, "key" in into, "value" in into, "scale" in total, "bias" in total)
+    pieces = job.pieces(visit.source) if rows.n_query and any(asked) else ()
+    for place in places(rows.query, parts, visit.entries) if pieces else ():
+        upstream = _at(g, place, mass)
+        for meeting in job.meetings(visit, place, pieces):
+            request, above = _within(meeting, upstream)
+            backend = registry.choose(request, registry.current())
+            for name, grad in backend.backward(request, place.vector(peak), above, asked).items():
+                if name in _TRAVEL:
+                    into[name][..., meeting.keys, :].add_(grad)
+                elif name == "query":
+                    place.matrix(total[name]).add_(grad)
+                elif name == "scale":
+                    place.vector(total[name]).add_(grad)
+                else:
+                    _columns(place.matrix(total[name]), meeting.columns).add_(grad)
 
 
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(like.shape, dtype=dtype, device=like.device)
+def _at(g: Upstream, place: Place, mass: Tensor) -> Upstream:
+    """The gradients of the raw sums of a place."""
+    moment = None if g.moment is None else place.matrix(g.moment) / _filled(place.vector(mass))[..., None]
+    at = place.vector
+    return Upstream(at(g.mass), at(g.first), at(g.second), moment, None if g.target is None else at(g.target))
 
 
-def _add(into: dict[str, Tensor], name: str, grad: Tensor, like: Tensor, piece: Piece, dtype: torch.dtype) -> None:
-    """Add the gradient of a piece to that of its operand; the first that covers it all becomes the sum."""
-    if name not in into and grad.shape == like.shape:
-        into[name] = grad.to(dtype).contiguous()
-        return
-    whole = into[name] = into[name] if name in into else _zeros(like, dtype)
-    if grad.shape == like.shape:
-        whole += grad
-    elif name == "bias":  # a column per key of the whole
-        whole[..., piece.first : piece.first + grad.shape[-1]] += grad
-    else:
-        whole[..., piece.keys, :] += grad
+def _within(meeting: Meeting, g: Upstream) -> tuple[Request, Upstream]:
+    """Targets as keys of this meeting; those that are elsewhere pass nothing back."""
+    request = replace(meeting.request, rank=False)
+    if request.target is None:
+        return request, replace(g, target=None)
+    at = request.target - meeting.first
+    here = (at >= 0) & (at < request.n_key)
+    assert g.target is not None
+    target = torch.where(here, g.target, torch.zeros_like(g.target))
+    return replace(request, target=torch.where(here, at, torch.zeros_like(at))), replace(g, target=target)

@@ -1,0 +1,42 @@
+"""The checks of the other files with blocks cut as finely as can be: sizes of tests would not be cut at all."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+from unittest import mock
+
+import torch
+
+import partita
+from partita import distributed
+from partita.distributed import parts
+
+
+def _fine() -> Any:
+    return mock.patch.multiple(parts, _SMALLEST=64, _FEW=2, _FEW_ROWS=3)
+
+
+def again(group: Any, file: str, check: str, **arguments: Any) -> Any:
+    """Another check, cut finely."""
+    with _fine():
+        return getattr(importlib.import_module(f"tests.distributed.{file}"), check)(group, **arguments)
+
+
+def cuts(group: Any) -> tuple[int, int, int]:
+    """How many parts a block of 40 keys has with 8 features, with 6 heads, and with 6 heads that share a value."""
+    with _fine():
+        one, heads = torch.zeros(40, 8), torch.zeros(6, 40, 8)
+        return (
+            len(parts.Parts.of([one], 40)),
+            len(parts.Parts.of([heads, heads], 40)),
+            len(parts.Parts.of([heads, heads[:1]], 40)),
+        )
+
+
+def bytes_sent(group: Any, n: int, dim: int) -> tuple[int, int, int]:
+    """Bytes and messages of a pass and its backward, and into how many parts a block is cut."""
+    own = [torch.randn(n, dim, requires_grad=True) for _ in range(2)]
+    with _fine(), distributed.traffic() as sent:
+        partita.info_nce_loss(*own, group=group).backward()
+        return sent.sent_bytes, sent.messages, len(parts.Parts.of(own[1:], n))
