@@ -26,6 +26,7 @@ LAYERS = {
     "gibbs": 4,
     "rows": 4,
     "fused": 4,
+    "direct": 4,
     "losses": 5,
     "contrastive": 5,
     "attention": 5,

@@ -13,6 +13,7 @@ from partita.attention.bias import Bias
 from partita.attention.dropout import check_dropout, state_with_dropout
 from partita.attention.problem import Problem
 from partita.attention.rows import states_by_rows
+from partita.direct import attend
 from partita.distributed import team_of
 from partita.engine import State, Stats
 from partita.errors import ShapeError
@@ -102,6 +103,13 @@ def attention(
         )  # fmt: skip
         mean, state = mean_across(team_of(group), call, return_stats)
         return finish(state, value, sink, return_stats, mean)
+    added = (attn_mask, support, bias, softcap, sink)
+    if all(x is None for x in added) and dropout_p == 0.0 and (scale is None or type(scale) is float):
+        grouped = enable_gqa or query.shape[-3:-2] == key.shape[-3:-2]
+        sharp = query.shape[-1] ** -0.5 if scale is None else scale
+        found = attend(query, key, value, sharp, is_causal, return_stats) if grouped else None
+        if found is not None:
+            return found if return_stats else found[0]  # type: ignore[return-value]
     problem = Problem.of(
         query,
         key,

@@ -20,7 +20,7 @@ from partita.engine.state import State, Stats
 from partita.engine.tile import Upstream
 from partita.engine.tiled import Sums
 
-__all__ = ["backward", "forward", "why_not"]
+__all__ = ["backward", "forward", "statistics_of", "why_not"]
 
 _LARGEST_MASK = 1 << 25  # bytes; a union of supports up to this size is written out
 _OPERANDS = ("query", "key", "value", "scale", "bias")
@@ -91,11 +91,11 @@ def forward(request: Request) -> Sums:
     first = found.mass if found.first is None else found.first
     spread = found.mass if found.spread is None else found.spread
     moment = None if request.mean else found.moment
-    state = State(found.peak, found.mass, first, spread, found[5], moment, _known(found))
+    state = State(found.peak, found.mass, first, spread, found[5], moment, statistics_of(found))
     return Sums(state, found.target_score, found.rank, found.moment if request.mean else None)
 
 
-def _known(found: native.Sums) -> Stats | None:
+def statistics_of(found: native.Sums) -> Stats | None:
     if found.stats is None:
         return None
     log_partition, entropy, mean, variance, top = found.stats.unbind()

@@ -17,12 +17,12 @@ from partita.engine.request import Request
 from partita.engine.state import State, Stats
 from partita.engine.tiled import Sums
 
-__all__ = ["run"]
+__all__ = ["nobody_differentiates", "nobody_looks", "run"]
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
 
-def _plain(tensors: Sequence[Tensor | None]) -> bool:
+def nobody_differentiates(tensors: Sequence[Tensor | None]) -> bool:
     """Whether nobody differentiates or transforms this pass, so that the operator can be called without ceremony."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:5]):
         return False
@@ -32,7 +32,7 @@ def _plain(tensors: Sequence[Tensor | None]) -> bool:
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
-def _unseen(tensors: Sequence[Tensor | None]) -> bool:
+def nobody_looks(tensors: Sequence[Tensor | None]) -> bool:
     """Whether nothing looks at the operators either (a tracer, a mode, a profiler, a subclass): half a call's cost."""
     return (
         not torch.compiler.is_compiling()
@@ -48,8 +48,8 @@ def run(request: Request) -> Sums:
     name = "" if torch.compiler.is_compiling() else registry.current()
     tensors: tuple[Tensor | None, ...]
     tensors = (request.query, request.key, request.value, request.scale, request.bias, request.target)
-    plain = _plain(tensors)
-    if plain and _unseen(tensors):
+    plain = nobody_differentiates(tensors)
+    if plain and nobody_looks(tensors):
         with no_autocast(request.query), torch.no_grad():
             sums = registry.choose(request, name).forward(request)
         s = sums.state

@@ -1,0 +1,74 @@
+"""Plain attention without a graph, straight to the native kernel.
+
+For a short sequence the request, its checks and the memory of a distribution cost as much as the pass. Here only what
+is usual is looked for, and whatever else is given goes the long way, which serves it or says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from partita import support
+from partita.engine import native, registry
+from partita.engine.native_backend import statistics_of
+from partita.engine.run import nobody_differentiates, nobody_looks
+from partita.engine.state import Stats, autocasts
+
+__all__ = ["attend"]
+
+
+def attend(
+    query: Tensor,  # (*b, heads, Q, D)
+    key: Tensor,  # (*b, heads or fewer, K, D)
+    value: Tensor,  # (*b, as key, K, V)
+    scale: float,
+    causal: bool,
+    statistics: bool,
+) -> tuple[Tensor, Stats | None] | None:
+    """E[value_j] of each row, lying in memory as the query does, and the rows' statistics; None for the long way."""
+    if torch.compiler.is_compiling():
+        return None
+    tensors = (query, key, value)
+    if not (_usual(query, key, value) and nobody_looks(tensors) and nobody_differentiates(tensors)):
+        return None
+    if registry.current() not in ("auto", "native") or native.why_not() is not None or autocasts("cpu"):
+        return None
+    if not math.isfinite(scale):
+        return None
+    groups = query.shape[-3] // key.shape[-3]
+    if groups > 1:  # one more batch dimension, in which keys and values are shared
+        query = query.unflatten(-3, (-1, groups))
+        key, value = key.unsqueeze(-3), value.unsqueeze(-3)
+    batch, n_query, n_key = query.shape[:-2], query.shape[-2], key.shape[-2]
+    terms = support.causal().bind(n_query, n_key, tuple(batch), query.device) if causal else ()
+    sharp = torch.full((1,) * (len(batch) + 1), scale, dtype=query.dtype)
+    found = native.reduce(
+        query, key, value, sharp, None, None, terms, None, moments=statistics, rank=False, mean=True, as_query=True
+    )
+    if found is None or found.moment is None:
+        return None
+    mean, stats = found.moment, statistics_of(found)
+    if groups > 1:
+        mean = mean.flatten(-4, -3)
+        stats = None if stats is None else Stats(*(t.flatten(-3, -2) for t in stats))
+    return mean, stats
+
+
+def _usual(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Float CPU tensors with a head dimension, equal batch dimensions, and heads that key heads divide."""
+    dims, dtype = query.dim(), query.dtype
+    if dims < 3 or key.dim() != dims or value.dim() != dims or dtype not in (torch.float32, torch.float64):
+        return False
+    if key.dtype != dtype or value.dtype != dtype or not (query.is_cpu and key.is_cpu and value.is_cpu):
+        return False
+    (*lead, heads, n_query, dim), (*key_lead, key_heads, n_key, key_dim) = query.shape, key.shape
+    return (
+        lead == key_lead
+        and value.shape[:-1] == key.shape[:-1]
+        and key_dim == dim
+        and min(key_heads, n_query, n_key, dim, value.shape[-1], *lead) > 0
+        and heads % key_heads == 0
+    )
