@@ -15,7 +15,7 @@ struct Arena {
   ~Arena() { std::free(data); }
 };
 thread_local Arena own, shared;
-constexpr size_t KEEP = 16 << 20;
+constexpr size_t KEEP = (8 << 20) + (64 << 10);  // eight heads of 4096 keys with 64 features, and some rows
 
 void* grown(Arena& arena, size_t bytes) {
   if (bytes > arena.size) {

@@ -144,7 +144,7 @@ struct Tuning {
 // Scratch memory of the calling thread, kept between calls: 64-byte aligned, null when memory is exhausted.
 void* scratch(size_t bytes);
 
-// Memory that the threads of a call share, for as long as this object lives. Up to 16 MB stay with the calling thread for
+// Memory that the threads of a call share, for as long as this object lives. Up to 8 MB stay with the calling thread for
 // the next call: to take them from the system each time costs a few per cent of a short one, page by page.
 class Shared {
  public:
