@@ -23,7 +23,7 @@ def long_way(query: Tensor, key: Tensor, value: Tensor, causal: bool, grouped: b
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key_heads", [1, 3, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n_query, n_key", [(1, 1), (1, 70), (33, 33), (20, 50), (50, 20)])
+@pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 70), (33, 33), (20, 50), (50, 20)])
 def test_both_ways_give_the_same_bits(
     causal: bool, key_heads: int, dtype: torch.dtype, n_query: int, n_key: int
 ) -> None:
