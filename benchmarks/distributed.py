@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import partita
 from partita.distributed import Ring, Team, pass_on, team_of, wait
 from partita.distributed.cost import Machine, Work, crossing, gather_time, ring_bytes, ring_time
 from partita.gibbs import Gibbs
 
 from .harness import Options, Row
+from .held import classes, pairs, sequence
 from .memory import peak_of
 
 DIM = 128
@@ -182,40 +182,13 @@ class _Gather(torch.autograd.Function):
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _pairs(group: Any, world: int, less: int, symmetric: bool = False) -> Callable[[], object]:
-    x, y = (torch.randn(8192 // less // world, 1024, requires_grad=True) for _ in range(2))
-    options = {"normalize": False, "temperature": 8.0, "symmetric": symmetric}
-    return lambda: partita.info_nce_loss(x, y, group=group, **options).backward()
-
-
-def _sequence(group: Any, world: int, less: int) -> Callable[[], object]:
-    shape = (1, 32, 4096 // less // world, 64)
-    x, upstream = [torch.randn(shape, requires_grad=True) for _ in range(3)], torch.randn(shape)
-
-    def work() -> Tensor:
-        out: Tensor = partita.attention(*x, is_causal=True, group=group)
-        out.backward(upstream)
-        return out
-
-    return work
-
-
-def _classes(group: Any, world: int, less: int) -> Callable[[], object]:
-    x, y = torch.randn(512, 512, requires_grad=True), torch.arange(512)
-    w = torch.randn(32768 // less // world, 512, requires_grad=True)
-
-    def work() -> None:
-        loss, _ = partita.linear_cross_entropy(x, w, y, group=group, return_stats=True)
-        loss.backward()
-
-    return work
-
-
-HELD: dict[str, Callable[..., Callable[[], object]]] = {
-    "contrast, 8192 pairs d=1024": _pairs,
-    "contrast, the same, symmetric": lambda *given: _pairs(*given, symmetric=True),
-    "attention, causal, 4096 positions, 32 heads d=64": _sequence,
-    "cross entropy with statistics, 32768 classes d=512": _classes,
+HELD: dict[str, Callable[[Any, int], Callable[[], object]]] = {  # of a group, and how many share the whole
+    "contrast, 8192 pairs d=1024": lambda group, share: pairs(group, 8192 // share, 1024, symmetric=False),
+    "contrast, the same, symmetric": lambda group, share: pairs(group, 8192 // share, 1024, symmetric=True),
+    "attention, causal, 4096 positions, 32 heads d=64": lambda group, share: sequence(group, 4096 // share),
+    "cross entropy with statistics, 32768 classes d=512": lambda group, share: classes(
+        group, 512, 32768 // share, 512, return_stats=True
+    ),
 }
 
 
@@ -255,8 +228,8 @@ def _serve_memory(rank: int, world: int, store: str, less: int, alone: bool, pip
     group = None if alone else dist.group.WORLD
     found = {}
     for name, make in HELD.items():
-        make(group, world, less)()  # libraries are loaded, threads have their stacks
-        held = torch.tensor(peak_of(make(group, world, less))[0], dtype=torch.float64)
+        make(group, world * less)()  # libraries are loaded, threads have their stacks
+        held = torch.tensor(peak_of(make(group, world * less))[0], dtype=torch.float64)
         dist.all_reduce(held, op=dist.ReduceOp.MAX)
         found[name] = float(held)
     if rank == 0:

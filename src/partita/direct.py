@@ -24,21 +24,23 @@ def attend(
     query: Tensor,  # (*b, heads, Q, D)
     key: Tensor,  # (*b, heads or fewer, K, D)
     value: Tensor,  # (*b, as key, K, V)
-    scale: float,
+    scale: float | None,
     causal: bool,
+    grouped: bool,
     statistics: bool,
 ) -> tuple[Tensor, Stats | None] | None:
     """E[value_j] of each row, lying in memory as the query does, and the rows' statistics; None for the long way."""
     if torch.compiler.is_compiling():
         return None
     tensors = (query, key, value)
-    if not (_usual(query, key, value) and nobody_looks(tensors) and nobody_differentiates(tensors)):
+    if not (nobody_looks(tensors) and _usual(query, key, value) and nobody_differentiates(tensors)):
         return None
     if registry.current() not in ("auto", "native") or native.why_not() is not None or autocasts("cpu"):
         return None
-    if not math.isfinite(scale):
-        return None
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     groups = query.shape[-3] // key.shape[-3]
+    if not math.isfinite(scale) or (groups > 1 and not grouped):
+        return None
     if groups > 1:  # one more batch dimension, in which keys and values are shared
         query = query.unflatten(-3, (-1, groups))
         key, value = key.unsqueeze(-3), value.unsqueeze(-3)

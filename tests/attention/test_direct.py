@@ -29,7 +29,7 @@ def test_both_ways_give_the_same_bits(
 ) -> None:
     query = torch.randn(2, n_query, 6, 16, dtype=dtype).transpose(1, 2)
     key, value = (torch.randn(2, key_heads, n_key, 16, dtype=dtype) for _ in range(2))
-    short = direct.attend(query, key, value, 0.25, causal, True)
+    short = direct.attend(query, key, value, 0.25, causal, True, True)
     assert short is not None
     want, known = long_way(query, key, value, causal, True)
     assert torch.equal(short[0], want)
@@ -46,7 +46,7 @@ def test_what_is_not_usual_goes_the_long_way() -> None:
     q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
 
     def taken(query: Tensor = q, key: Tensor = k, value: Tensor = v, scale: float = 0.5) -> bool:
-        return direct.attend(query, key, value, scale, False, True) is not None
+        return direct.attend(query, key, value, scale, False, False, True) is not None
 
     assert taken()
     assert not taken(query=q.clone().requires_grad_())
@@ -65,6 +65,9 @@ def test_what_is_not_usual_goes_the_long_way() -> None:
         assert not taken()
     with torch.no_grad():
         assert taken(query=q.clone().requires_grad_())
+    assert not taken(key=k[:, :2], value=v[:, :2])  # grouped heads were not asked for
+    with pytest.raises(TypeError, match="key"):
+        partita.attention(q, [1.0], v)  # type: ignore[call-overload]
     with pytest.raises(partita.errors.ShapeError, match="dim"):
         partita.attention(q, k[..., :5], v)
 

@@ -105,9 +105,7 @@ def attention(
         return finish(state, value, sink, return_stats, mean)
     added = (attn_mask, support, bias, softcap, sink)
     if all(x is None for x in added) and dropout_p == 0.0 and (scale is None or type(scale) is float):
-        grouped = enable_gqa or query.shape[-3:-2] == key.shape[-3:-2]
-        sharp = query.shape[-1] ** -0.5 if scale is None else scale
-        found = attend(query, key, value, sharp, is_causal, return_stats) if grouped else None
+        found = attend(query, key, value, scale, is_causal, enable_gqa, return_stats)
         if found is not None:
             return found if return_stats else found[0]  # type: ignore[return-value]
     problem = Problem.of(

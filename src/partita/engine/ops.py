@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from partita._terms import unpack
 from partita.engine import registry
@@ -85,7 +85,7 @@ def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if autocasts(kind) else contextlib.nullcontext()
 
 
-@torch.library.custom_op("partita::reduce", mutates_args=())
+@library.custom_op("partita::reduce", mutates_args=())
 def reduce(
     query: Tensor,
     key: Tensor,
@@ -161,7 +161,7 @@ def _(
     )
 
 
-@torch.library.custom_op("partita::reduce_backward", mutates_args=())
+@library.custom_op("partita::reduce_backward", mutates_args=())
 def reduce_backward(
     query: Tensor,
     key: Tensor,
