@@ -90,6 +90,7 @@ def main() -> None:
             say(f"step {step:>3}  loss {float(report[0]):.4f} nats   a row looks at {width:.0f} keys   "
                 f"{sent.sent_bytes / 1024:.0f} KB sent by rank 0")  # fmt: skip
     say(f"{STEPS} steps in {time.perf_counter() - start:.1f} s")
+    dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 

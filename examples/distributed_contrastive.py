@@ -104,6 +104,7 @@ def main() -> None:
     say(
         f"held-out pairs, among {len(test)} candidates: recall at 1 {recall:.3f}, mean reciprocal rank {reciprocal:.3f}"
     )
+    dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 

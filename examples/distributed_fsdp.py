@@ -84,6 +84,7 @@ def main() -> None:
         optimizer.step()
         if rank == 0 and (step % max(1, STEPS // 4) == 0 or step == STEPS - 1):
             print(f"step {step:>3}  loss {loss.item():.4f}", flush=True)
+    dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 
