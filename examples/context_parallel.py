@@ -8,6 +8,7 @@ its part. The text is Python's own language reference; a token is a character.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -51,7 +52,6 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
@@ -90,8 +90,6 @@ def main() -> None:
             say(f"step {step:>3}  loss {float(report[0]):.4f} nats   a row looks at {width:.0f} keys   "
                 f"{sent.sent_bytes / 1024:.0f} KB sent by rank 0")  # fmt: skip
     say(f"{STEPS} steps in {time.perf_counter() - start:.1f} s")
-    dist.barrier()  # nobody leaves while another still talks
-    dist.destroy_process_group()
 
 
 def _check(model: Model, codes: Tensor, part: Tensor, group: dist.ProcessGroup) -> str:
@@ -114,4 +112,7 @@ def _runs(positions: Tensor) -> str:
 
 
 if __name__ == "__main__":
+    dist.init_process_group("gloo")
     main()
+    gc.collect()  # a wrapped model lies in a cycle and holds the group, whose threads have to end before Python does
+    dist.destroy_process_group()

@@ -14,6 +14,10 @@ parts      how blocks are cut, so that little is held on the way
 
 from __future__ import annotations
 
+# For a side effect: the default arguments of this module keep the group that exists when it is first imported, which
+# DDP and optimizers do late. Its threads then outlive destroy_process_group, and abort Python's exit if they are busy.
+import torch.distributed.nn  # noqa: F401
+
 from partita._terms import Term
 from partita.distributed.agree import Fact, joint_checks, meet
 from partita.distributed.count import count_above
