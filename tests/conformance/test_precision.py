@@ -65,6 +65,15 @@ def test_error_is_at_most_twice_the_naive_formulas(natural, dtype, scale, kind):
             assert_no_worse_than_naive(actual, plain[name], expected[name])
 
 
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_variance_over_many_blocks_of_keys(natural, scale):
+    """Sums of one block say little of the next where a few keys hold the mass."""
+    p = problem(64, 1501, dim=64, dim_value=16, batch=(4,), dtype=torch.float32, scale=scale)
+    with serving(natural):
+        actual = p.gibbs().score_variance()
+    assert_no_worse_than_naive(actual, naive(p, torch.float32)["score_variance"], truth(p)["score_variance"])
+
+
 def test_variance_far_below_the_peak(natural):
     """One high score and 2000 lower ones that hold the mass: E[c^2] - E[c]^2 about the peak loses its digits there."""
     g = torch.Generator().manual_seed(0)

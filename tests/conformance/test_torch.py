@@ -231,6 +231,7 @@ def test_compile_of_the_faces():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
 def test_compile_with_inductor_forward_and_backward():
     """The default compiler, which writes C++: slow on a cold cache."""
     torch._dynamo.reset()

@@ -28,17 +28,16 @@ void pack_chunk(const BackCall<A>& call, const Patch& patch, int64_t at, int64_t
       t.c1[r] = (g1 + 2 * g2) * ln2;
       t.c2[r] = g2 * ln2 * ln2;
       t.target[r] = given(g.target);
-      const A scale = *row_at<A>(p.scale, entry, row.index);
-      const int64_t from = p.query.offset[entry] + row.index * p.query.row;
-      convert_row<A>(p.query.data, from, p.dtype, p.D, p.D, scale * call.sc.fold, t.temp + (r - a) * p.D);
-      if (call.need_key) convert_row<A>(p.query.data, from, p.dtype, p.D, call.Dp, scale, t.query_rows + r * call.Dp);
+      if (call.need_key)
+        convert_row<A>(p.query.data, p.query.offset[entry] + row.index * p.query.row, p.dtype, p.D, call.Dp,
+                       *row_at<A>(p.scale, entry, row.index), t.query_rows + r * call.Dp);
       if (call.value) {
         A* up = t.up_rows + r * call.Vp;
         const A* moment = static_cast<const A*>(g.moment) + row.out * p.V;
         for (int64_t v = 0; v < call.Vp; ++v) up[v] = v < p.V && !empty ? moment[v] : A(0);
       }
     }
-    pack_tile<A>(t.temp, b - a, p.D, p.D, t.query + i * p.D * L);
+    pack_queries<A>(call.sc, t.row + a, static_cast<int>(b - a), t.temp, t.query + i * p.D * L);
     if (call.value) pack_tile<A>(t.up_rows + a * call.Vp, b - a, p.V, call.Vp, t.up + i * p.V * L);
   }
 }

@@ -80,9 +80,7 @@ struct Bench {  // a thread's working memory
 template <class A, bool BOUND, bool MOMENTS, bool VALUE, bool COLUMNS>
 PARTITA_INLINE void derive(A* s, A* d, typename Vec<A>::T peak, typename Vec<A>::T k0, typename Vec<A>::T k1, typename Vec<A>::T k2) {
   using V = Vec<A>;
-  typename V::T c = V::sub(V::load(s), peak);
-  if (BOUND) c = bounded<A>(c);
-  const typename V::T e = exp2_bounded<A>(c);
+  const typename V::T c = deep<A, BOUND>(V::sub(V::load(s), peak)), e = exp2_bounded<A>(c);
   typename V::T h = VALUE ? V::add(V::load(d), k0) : k0;
   if (MOMENTS) h = V::fma(V::fma(k2, c, k1), c, h);
   V::store(s, e);

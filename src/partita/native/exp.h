@@ -45,13 +45,37 @@ PARTITA_INLINE Vec<double>::T exp2_poly(Vec<double>::T r) {
   return V::fma(p, r, V::set(1.0));
 }
 
+// The sum (or largest) of the lanes of each of W vectors, which get(i) gives: W numbers for the price of four sums.
+template <class A, bool SUM, class Get>
+PARTITA_INLINE typename Vec<A>::T fold(const Get& get) {
+  using V = Vec<A>;
+  typename V::T a[V::W];
+#pragma GCC unroll 16
+  for (int i = 0; i < V::W; ++i) a[i] = get(i);
+#pragma GCC unroll 4
+  for (int n = V::W / 2; n > 0; n /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) {
+      const typename V::T x = V::lo(a[i], a[i + n]), y = V::hi(a[i], a[i + n]);
+      a[i] = SUM ? V::add(x, y) : V::max(x, y);
+    }
+  }
+  return a[0];
+}
+
 // x raised to the smallest exponent that matters, so that -inf gives exactly 0; a NaN stays NaN.
 template <class A>
 PARTITA_INLINE typename Vec<A>::T bounded(typename Vec<A>::T x) {
   return Vec<A>::max(Vec<A>::set(Vec<A>::FLOOR), x);
 }
 
-// 2^x for floor <= x < 128 (1024).
+// The same, only where it is needed: MAYBE where x may be -inf.
+template <class A, bool MAYBE>
+PARTITA_INLINE typename Vec<A>::T deep(typename Vec<A>::T x) {
+  return MAYBE || !Vec<A>::DEEP ? bounded<A>(x) : x;
+}
+
+// 2^x for x < 128 (1024) that is bounded or, where that is enough, finite.
 template <class A>
 PARTITA_INLINE typename Vec<A>::T exp2_bounded(typename Vec<A>::T x) {
   using V = Vec<A>;

@@ -97,9 +97,9 @@ inline void convert_row(const void* from, int64_t at, int32_t dtype, int64_t n, 
   for (int64_t k = n; k < padded; ++k) to[k] = 0;
 }
 
-// Transpose W x W: log2 W rounds of a perfect shuffle.
-template <class A>
-PARTITA_INLINE void transpose(const A* const* rows, int64_t k, A* to, int64_t ldt) {
+// Transpose W x W: log2 W rounds of a perfect shuffle. Row i is multiplied by factor[i], if there is one.
+template <class A, bool TIMES>
+PARTITA_INLINE void transpose(const A* const* rows, int64_t k, const A* factor, A* to, int64_t ldt) {
   using V = Vec<A>;
   constexpr int W = V::W;
   typename V::T a[W], b[W];
@@ -116,20 +116,20 @@ PARTITA_INLINE void transpose(const A* const* rows, int64_t k, A* to, int64_t ld
     for (int i = 0; i < W; ++i) a[i] = b[i];
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) V::store(to + i * ldt, a[i]);
+  for (int i = 0; i < W; ++i) V::store(to + i * ldt, TIMES ? V::mul(a[i], V::load(factor)) : a[i]);
 }
 
 // W rows (null: zeros) of D features, transposed into to[k * ldt + j].
-template <class A>
-inline void transpose_rows(const A* const* rows, int64_t D, A* to, int64_t ldt) {
+template <class A, bool TIMES = false>
+inline void transpose_rows(const A* const* rows, int64_t D, A* to, int64_t ldt, const A* factor = nullptr) {
   constexpr int W = Vec<A>::W;
   bool whole = true;
   for (int i = 0; i < W; ++i) whole = whole && rows[i];
   int64_t k = 0;
   if (whole)
-    for (; k + W <= D; k += W) transpose<A>(rows, k, to + k * ldt, ldt);
+    for (; k + W <= D; k += W) transpose<A, TIMES>(rows, k, factor, to + k * ldt, ldt);
   for (; k < D; ++k)
-    for (int i = 0; i < W; ++i) to[k * ldt + i] = rows[i] ? rows[i][k] : A(0);
+    for (int i = 0; i < W; ++i) to[k * ldt + i] = rows[i] ? rows[i][k] * (TIMES ? factor[i] : A(1)) : A(0);
 }
 
 // Up to LANES rows of D numbers, one after the other in `rows`, as a register block reads them: to[k * LANES + r].

@@ -32,10 +32,12 @@ template <class A>
 void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles) {
   constexpr int W = Vec<A>::W, L = Shape<A>::LANES;
   const PartitaProblem& p = call.p;
-  for (int64_t r = 0; r < task.rows; ++r) {
-    const int64_t f = task.first + r;
-    t.row[r] = make_row(p, call.plan.entries[call.plan.begin[task.group] + f / p.Q], f % p.Q);
+  const int64_t* entry = call.plan.entries + call.plan.begin[task.group] + task.first / p.Q;
+  for (int64_t r = 0, index = task.first % p.Q; r < task.rows; ++r, ++index) {
+    if (index == p.Q) ++entry, index = 0;
+    t.row[r] = make_row(p, *entry, index);
     t.peak[r] = t.base[r] = neg_inf<A>();
+    t.centre[r] = 0;
     t.count[r] = t.rank[r] = 0;
     t.target[r] = neg_inf<A>();
   }
@@ -43,22 +45,44 @@ void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles
   std::memset(t.mass, 0, lanes);
   std::memset(t.first, 0, lanes);
   std::memset(t.second, 0, lanes);
-  std::memset(t.centre, 0, lanes);
   if (call.to.moment) std::memset(t.moment, 0, sizeof(A) * static_cast<size_t>(task.rows * call.Vp));
   const Rows keys = p.K ? call.keys(task.group) : Rows{};
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t a = task.rows * i / tiles, b = task.rows * (i + 1) / tiles;
     A* query = t.query + i * p.D * L;
-    for (int64_t r = a; r < b; ++r) {
-      const Row& row = t.row[r];
-      const A factor = *row_at<A>(p.scale, row.entry, row.index) * call.sc.fold;
-      convert_row<A>(p.query.data, p.query.offset[row.entry] + row.index * p.query.row, p.dtype, p.D, p.D, factor,
-                     t.temp + (r - a) * p.D);
-    }
-    pack_tile<A>(t.temp, b - a, p.D, p.D, query);
+    pack_queries<A>(call.sc, t.row + a, static_cast<int>(b - a), t.temp, query);
     if (p.target.data)
       for (int64_t r = a; r < b; ++r) t.target[r] = target_score<A>(call.sc, t.row[r], keys, query + (r - a), L, t.temp);
   }
+}
+
+template <class A>
+struct Totals {  // of W rows
+  alignas(64) A mass[Vec<A>::W];
+  A first[Vec<A>::W], second[Vec<A>::W], log_mass[Vec<A>::W];
+};
+
+// The sums of rows r, r + 1, ... (W of them, the last one repeated) over their lanes.
+template <class A>
+void add_lanes(const Sums<A>& t, int64_t r, int64_t rows, bool moments, bool logs, Totals<A>& to) {
+  using V = Vec<A>;
+  using T = typename V::T;
+  const auto row = [&](int i) { return r + i < rows ? r + i : rows - 1; };
+  const auto lanes = [&](const A* of, int i) { return V::load(of + row(i) * V::W); };
+  const T zero = V::set(0), total = fold<A, true>([&](int i) { return lanes(t.mass, i); });
+  V::store(to.mass, total);
+  V::store(to.first, zero);
+  V::store(to.second, zero);
+  for (int i = 0; i < V::W && logs; ++i) to.log_mass[i] = log_mass(to.mass[i]);
+  if (!moments) return;
+  const T linear = fold<A, true>([&](int i) { return lanes(t.first, i); });
+  alignas(64) A peaks[V::W], centres[V::W];
+  for (int i = 0; i < V::W; ++i) peaks[i] = t.peak[row(i)], centres[i] = t.centre[row(i)];
+  const T peak = V::load(peaks), mean = V::add(peak, V::div(linear, total));
+  // from the centre to the mean: what is taken off is small, since they are near each other
+  const T about = recentre<A>(fold<A, true>([&](int i) { return lanes(t.second, i); }), linear, total, peak, V::load(centres), mean);
+  V::store(to.first, linear);
+  V::store(to.second, V::where_less(zero, total, V::max(zero, about), zero));
 }
 
 template <class A>
@@ -67,17 +91,11 @@ bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
   const PartitaProblem& p = call.p;
   const bool counted = call.sc.masked || p.bias.data;
   bool fine = true;
+  Totals<A> sum;
   for (int64_t r = 0; r < task.rows; ++r) {
     const Row& row = t.row[r];
-    const A mass = V::sum(V::load(t.mass + r * V::W)), first = V::sum(V::load(t.first + r * V::W));
-    A second = 0;
-    if (call.moments && mass > 0) {
-      // from the lanes' centres to the mean of all: what is taken off is small, since they were near it
-      const typename V::T peak = V::set(t.peak[r]), mean = V::set(t.peak[r] + first / mass);
-      const A about = V::sum(recentre<A>(V::load(t.second + r * V::W), V::load(t.first + r * V::W), V::load(t.mass + r * V::W), peak,
-                                         V::load(t.centre + r * V::W), mean));
-      second = about < 0 ? A(0) : about;
-    }
+    const int lane = static_cast<int>(r % V::W);
+    if (lane == 0) add_lanes<A>(t, r, task.rows, call.moments, call.to.stats != nullptr, sum);
     int64_t count = t.count[r];
     if (!counted) {
       const int64_t lo = row.start > task.key_begin ? row.start : task.key_begin;
@@ -85,13 +103,13 @@ bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
       count = hi > lo ? hi - lo - (p.hole && row.index >= lo && row.index < hi) : 0;
     }
     if (task.partial < 0) {
-      fine &= finish_row<A>(p, call.to, row, t.peak[r], mass, first, second, t.moment + r * call.Vp, count, t.rank[r], t.target[r]);
+      fine &= finish_row<A>(p, call.to, row, t.peak[r], sum.mass[lane], sum.first[lane], sum.second[lane], sum.log_mass[lane], t.moment + r * call.Vp, count, t.rank[r], t.target[r]);
     } else {
       A* part = call.partial + (task.partial + r) * (5 + call.Vp);
       part[0] = t.peak[r];
-      part[1] = mass;
-      part[2] = first;
-      part[3] = second;
+      part[1] = sum.mass[lane];
+      part[2] = sum.first[lane];
+      part[3] = sum.second[lane];
       part[4] = t.target[r];
       if (call.to.moment) std::memcpy(part + 5, t.moment + r * call.Vp, sizeof(A) * static_cast<size_t>(call.Vp));
       call.partial_count[(task.partial + r) * 2] = count;
@@ -216,7 +234,7 @@ bool run_merge(const Call<A>& call, const Merge& merge, A* moment) {
     const int64_t f = merge.first + r;
     const Row row = make_row(call.p, call.plan.entries[call.plan.begin[merge.group] + f / call.p.Q], f % call.p.Q);
     const A target = call.partial[(merge.partial + r) * ld + 4];
-    fine &= finish_row<A>(call.p, call.to, row, peak, mass, first, second, moment, count, rank, target);
+    fine &= finish_row<A>(call.p, call.to, row, peak, mass, first, second, log_mass(mass), moment, count, rank, target);
   }
   return fine;
 }

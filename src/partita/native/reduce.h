@@ -6,7 +6,6 @@
 #pragma once
 #include <cmath>
 #include <cstdlib>
-#include <limits>
 
 #include "kernels.h"
 #include "tile.h"
@@ -15,10 +14,10 @@ namespace partita {
 namespace PARTITA_ISA {
 
 template <class A>
-struct Sums {  // of the rows of one task; mass, first, second and centre hold one number per lane
+struct Sums {  // of the rows of one task; mass, first and second hold one number per lane
   Row* row;
   A *peak, *mass, *first, *second, *moment, *target;
-  A* centre;  // what a lane's second moment is about: its mean in the block that set it
+  A* centre;  // what the second moment is about: the mean of the block that set it
   A* base;    // the peak when the centre was set; a peak well above it sets a new one
   int64_t *count, *rank;
   A *query, *score, *temp, *panel, *value;
@@ -27,7 +26,7 @@ struct Sums {  // of the rows of one task; mass, first, second and centre hold o
     constexpr int W = Vec<A>::W, R = Shape<A>::ROWS, L = Shape<A>::LANES;
     row = c.take<Row>(rows);
     peak = c.take<A>(rows);
-    centre = c.take<A>(rows * W);
+    centre = c.take<A>(rows);
     base = c.take<A>(rows);
     mass = c.take<A>(rows * W);
     first = c.take<A>(rows * W);
@@ -45,7 +44,7 @@ struct Sums {  // of the rows of one task; mass, first, second and centre hold o
 };
 
 // The three sums of a row, lane by lane, while they are being made. First is about the peak, so that an entropy is never
-// negative; second about the lane's centre, so that a variance does not cancel.
+// negative; second about the row's centre, so that a variance does not cancel.
 template <class A>
 struct Lanes {
   using T = typename Vec<A>::T;
@@ -57,9 +56,7 @@ struct Lanes {
 template <class A, bool BOUND, bool MOMENTS, bool KEPT>
 PARTITA_INLINE void exponential(A* s, A* kept, Lanes<A>& l) {
   using V = Vec<A>;
-  typename V::T c = V::sub(V::load(s), l.peak);
-  if (BOUND) c = bounded<A>(c);
-  const typename V::T e = exp2_bounded<A>(c);
+  const typename V::T c = deep<A, BOUND>(V::sub(V::load(s), l.peak)), e = exp2_bounded<A>(c);
   V::store(s, e);
   l.mass = V::add(l.mass, e);
   if (MOMENTS) l.first = V::fma(e, c, l.first);
@@ -90,12 +87,14 @@ PARTITA_INLINE typename Vec<A>::T recentre(typename Vec<A>::T second, typename V
   return V::fma(d, V::fma(d, mass, V::add(about, about)), second);
 }
 
-// What a block adds to a row whose peak it raises: its own mean, lane by lane, becomes the centre, since it outweighs the
-// past. `l` holds its mass and first, e its exponentials, kept their differences from the peak.
+// What a block adds to a row whose peak it raises: its own mean becomes the centre, since it outweighs the past. A mean of
+// each lane would be had for less; but a lane of small mass says nothing of where the next block's mass will lie.
+// `l` holds its mass and first, e its exponentials, kept their differences from the peak.
 template <class A>
-inline void centre_on(const A* e, const A* kept, int begin, int end, const Lanes<A>& l, A* centre, A* mass, A* first, A* second) {
+inline void centre_on(const A* e, const A* kept, int begin, int end, A peak, const Lanes<A>& l, A& centre, A* mass, A* first, A* second) {
   using V = Vec<A>;
-  const typename V::T mean = V::div(l.first, V::max(V::set(std::numeric_limits<A>::min()), l.mass));
+  const A total = V::sum(l.mass), step = total > 0 ? V::sum(l.first) / total : A(0), here = peak + step;
+  const typename V::T mean = V::set(step), old = V::load(mass), linear = V::load(first);
   typename V::T two = V::set(0), more = two;
   for (int j = begin; j < end; j += 2 * V::W) {  // a panel is two vectors
     const typename V::T a = V::sub(V::load(kept + j), mean), b = V::sub(V::load(kept + j + V::W), mean);
@@ -103,16 +102,15 @@ inline void centre_on(const A* e, const A* kept, int begin, int end, const Lanes
     more = V::fma(V::mul(V::load(e + j + V::W), b), b, more);
   }
   two = V::add(two, more);
-  const typename V::T here = V::add(l.peak, mean), old = V::load(mass), linear = V::load(first);
-  two = V::add(two, recentre<A>(V::load(second), linear, old, l.peak, V::load(centre), here));
+  two = V::add(two, recentre<A>(V::load(second), linear, old, l.peak, V::set(centre), V::set(here)));
   V::store(mass, V::add(old, l.mass));
   V::store(first, V::add(linear, l.first));
   V::store(second, two);
-  V::store(centre, here);
+  centre = here;
 }
 
 template <class A>
-PARTITA_INLINE A largest(const A* s, int begin, int end) {
+PARTITA_INLINE typename Vec<A>::T largest(const A* s, int begin, int end) {
   using V = Vec<A>;
   typename V::T a = V::set(neg_inf<A>()), b = a;
   int j = begin;
@@ -120,7 +118,7 @@ PARTITA_INLINE A largest(const A* s, int begin, int end) {
     a = V::max(V::load(s + j), a);
     b = V::max(V::load(s + j + V::W), b);
   }
-  return V::top(V::max(a, b));
+  return V::max(a, b);
 }
 
 // Sums relative to the old peak become sums relative to the new one: d = old - new, ratio = 2^d.
@@ -147,18 +145,25 @@ PARTITA_INLINE void shift_about_centre(A d, A ratio, A* mass, A* first, A* secon
 template <class A>
 inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cover& c, bool moments, bool rank, A* keep) {
   using V = Vec<A>;
-  constexpr int LD = Block<A>::LD, W = V::W;
+  constexpr int LD = Block<A>::LD, W = V::W, L = Shape<A>::LANES;
   const Run sure = sc.problem->bias.data ? Run{c.end, c.end} : c.sure;  // a bias may hide any key
   const bool counted = sc.masked || sc.problem->bias.data;
-  A change[Shape<A>::LANES];
-  A reference[Shape<A>::LANES];
-  for (int r = 0; r < m; ++r) {
-    A* s = t.score + r * LD;
-    const A old = t.peak[at + r], top = largest(s, c.begin, c.end);
-    const A peak = top > old ? top : old;
-    t.peak[at + r] = peak;
-    reference[r] = peak == neg_inf<A>() ? A(0) : peak;  // an empty row: -inf - -inf would be NaN
-    change[r] = old == neg_inf<A>() ? neg_inf<A>() : old - reference[r];
+  alignas(64) A top[L * W], peaks[L], change[L], reference[L];
+  const typename V::T none = V::set(neg_inf<A>());
+  for (int r = 0; r < L; ++r) V::store(top + r * W, r < m ? largest(t.score + r * LD, c.begin, c.end) : none);
+  for (int r = 0; r < L; ++r) peaks[r] = r < m ? t.peak[at + r] : neg_inf<A>();
+  for (int r = 0; r < L; r += W) {
+    const typename V::T old = V::load(peaks + r), peak = V::max(fold<A, false>([&](int i) { return V::load(top + (r + i) * W); }), old);
+    const typename V::T finite = V::where_less(none, peak, peak, V::set(0));  // of an empty row: -inf - -inf would be NaN
+    const typename V::T less = V::sub(old, finite);
+    V::store(peaks + r, peak);
+    V::store(reference + r, finite);
+    V::store(change + r, less);
+    V::store(keep + r, exp2_bounded<A>(bounded<A>(less)));
+  }
+  for (int r = 0; r < m; ++r) t.peak[at + r] = peaks[r];
+  for (int r = 0; r < m && (counted || rank); ++r) {
+    const A* s = t.score + r * LD;
     if (counted) {
       int64_t n = 0;
       for (int j = c.begin; j < c.end; j += W) n += V::above(V::load(s + j), V::set(neg_inf<A>()));
@@ -171,8 +176,6 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
       t.rank[at + r] += n;
     }
   }
-  for (int r = m; r < Shape<A>::LANES; ++r) change[r] = 0;
-  for (int r = 0; r < Shape<A>::LANES; r += W) V::store(keep + r, exp2_bounded<A>(bounded<A>(V::load(change + r))));
   // A row that needs a new centre is finished while the next one is begun: the second sum has to wait for the mean.
   Lanes<A> fresh[2];
   int waiting = -1;
@@ -180,8 +183,8 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
   const auto settle = [&] {
     if (waiting < 0) return;
     const int64_t lane = (at + waiting) * W;
-    centre_on<A>(t.score + waiting * LD, kept(waiting), c.begin, c.end, fresh[waiting & 1], t.centre + lane, t.mass + lane,
-                 t.first + lane, t.second + lane);
+    centre_on<A>(t.score + waiting * LD, kept(waiting), c.begin, c.end, reference[waiting], fresh[waiting & 1],
+                 t.centre[at + waiting], t.mass + lane, t.first + lane, t.second + lane);
     waiting = -1;
   };
   for (int r = 0; r < m; ++r) {
@@ -200,7 +203,7 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
     }
     settle();
     if (moments) {
-      Lanes<A> l{peak, V::sub(peak, V::load(t.centre + (at + r) * W)), V::load(mass), V::load(first), V::load(second)};
+      Lanes<A> l{peak, V::set(reference[r] - t.centre[at + r]), V::load(mass), V::load(first), V::load(second)};
       exponentials<A, true, false>(s, s, c.begin, c.end, sure, l);
       V::store(mass, l.mass);
       V::store(first, l.first);
@@ -239,11 +242,14 @@ inline A target_score(const Scores<A>& sc, const Row& row, const Rows& keys, con
   return s[0];
 }
 
+template <class A>
+inline A log_mass(A mass) { return mass > 0 ? std::log(mass) : A(0); }
+
 // One finished row, in natural units; the spread is about the row's mean. The peak is given in double: backward must find
 // the very number again that the sums are relative to.
 template <class A>
 inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row& row, A peak, A mass, A first, A spread,
-                       const A* moment, int64_t count, int64_t rank, A target) {
+                       A log_mass, const A* moment, int64_t count, int64_t rank, A target) {
   using V = Vec<A>;
   const A ln2 = static_cast<A>(LN2);
   const double natural = static_cast<double>(peak) * LN2;
@@ -260,7 +266,7 @@ inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row
   if (to.stats) {
     A* out = static_cast<A*>(to.stats) + i;
     const int64_t rows = p.B * p.Q;
-    const A top = static_cast<A>(natural), log_mass = mass > 0 ? std::log(mass) : A(0);
+    const A top = static_cast<A>(natural);
     const A mean = mass > 0 ? first / mass : A(0);
     out[0] = top + log_mass;
     out[rows] = log_mass - mean;

@@ -73,6 +73,26 @@ inline Row make_row(const PartitaProblem& p, int64_t entry, int64_t index) {
   return r;
 }
 
+// The queries of m rows, times scale and fold, as the register block reads them; temp holds W of them.
+template <class A>
+inline void pack_queries(const Scores<A>& sc, const Row* rows, int m, A* temp, A* to) {
+  constexpr int W = Vec<A>::W, L = Shape<A>::LANES;
+  const PartitaProblem& p = *sc.problem;
+  const bool same = p.dtype == (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64);
+  for (int half = 0; half < L; half += W) {
+    const A* at[W];
+    A factor[W];
+    for (int i = 0; i < W; ++i) {
+      const Row& row = rows[half + i < m ? half + i : m - 1];  // lanes past m are never read
+      const int64_t from = p.query.offset[row.entry] + row.index * p.query.row;
+      factor[i] = *row_at<A>(p.scale, row.entry, row.index) * sc.fold;
+      at[i] = same ? static_cast<const A*>(p.query.data) + from : temp + i * p.D;
+      if (!same) convert_row<A>(p.query.data, from, p.dtype, p.D, p.D, A(1), temp + i * p.D);
+    }
+    transpose_rows<A, true>(at, p.D, to + half, L, factor);
+  }
+}
+
 // Visible to this row, bias aside.
 inline bool visible(const PartitaProblem& p, const Row& r, int64_t j) {
   return j >= r.start && j < r.stop && !(p.hole && j == r.index) && (!r.segments || r.segments[j] == r.segment) &&
@@ -186,10 +206,13 @@ inline void add_bias(const PartitaProblem& p, const Row& row, int64_t key, int b
 
 template <class A>
 inline void hide(const PartitaProblem& p, const Row& row, int64_t key, int begin, int end, A* s) {
+  using V = Vec<A>;
   const A none = neg_inf<A>();
   const int64_t from = row.start - key, to = row.stop - key;
   for (int j = begin; j < end && j < from; ++j) s[j] = none;
-  for (int64_t j = to > begin ? to : begin; j < end; ++j) s[j] = none;
+  int j = to > begin ? static_cast<int>(to < end ? to : end) : begin;
+  for (; j < end && j % V::W; ++j) s[j] = none;
+  for (; j < end; j += V::W) V::store(s + j, V::set(none));
   if (p.hole && row.index - key >= begin && row.index - key < end) s[row.index - key] = none;
   const int64_t stop = p.K - key < end ? p.K - key : end;
   if (row.segments)

@@ -71,8 +71,9 @@ struct Vec<float> {
   static PARTITA_INLINE T where_less(T x, T y, T a, T b) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), b, a);
   }
-  // x = n + r with n an integer: r, and p * 2^n, exactly 0 at x = FLOOR. scalef rounds down by itself, so r is in [0, 1).
-  static constexpr bool DOWN = true;
+  // x = n + r with n an integer: r, and p * 2^n, exactly 0 at x = FLOOR and, where DEEP, at any finite x below it.
+  // scalef rounds down by itself, so r is in [0, 1).
+  static constexpr bool DEEP = true, DOWN = true;
   static constexpr float FLOOR = -1000.0f;
   static PARTITA_INLINE T fraction(T x) { return _mm512_maskz_reduce_ps(0xffff, x, 1); }
   static PARTITA_INLINE T raise(T p, T x) { return _mm512_maskz_scalef_ps(0xffff, p, x); }
@@ -112,6 +113,7 @@ struct Vec<double> {
   static PARTITA_INLINE T where_less(T x, T y, T a, T b) {
     return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(x, y, _CMP_LT_OQ), b, a);
   }
+  static constexpr bool DEEP = true;
   static constexpr double MAGIC = 6755399441055744.0, FLOOR = -5000.0;
   static PARTITA_INLINE T nearest(T x) { return sub(add(x, set(MAGIC)), set(MAGIC)); }
   static PARTITA_INLINE T fraction(T x) { return sub(x, nearest(x)); }
@@ -153,7 +155,7 @@ struct Vec<float> {
     return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_LT_OQ));
   }
   // The low bits of x + MAGIC hold n + 127: shifted to the exponent they are 2^n, and exactly 0 at n = -127.
-  static constexpr bool DOWN = false;
+  static constexpr bool DEEP = false, DOWN = false;
   static constexpr float MAGIC = 12582912.0f + 127.0f, FLOOR = -127.0f;
   static PARTITA_INLINE T fraction(T x) { return sub(x, sub(add(x, set(MAGIC)), set(MAGIC))); }
   static PARTITA_INLINE T raise(T p, T x) {
@@ -197,6 +199,7 @@ struct Vec<double> {
   static PARTITA_INLINE T where_less(T x, T y, T a, T b) {
     return _mm256_blendv_pd(b, a, _mm256_cmp_pd(x, y, _CMP_LT_OQ));
   }
+  static constexpr bool DEEP = false;
   static constexpr double MAGIC = 6755399441055744.0 + 1023.0, FLOOR = -1023.0;
   static PARTITA_INLINE T fraction(T x) { return sub(x, sub(add(x, set(MAGIC)), set(MAGIC))); }
   static PARTITA_INLINE T raise(T p, T x) {
@@ -234,7 +237,7 @@ struct Plain {
   static PARTITA_INLINE int above(T a, T b) { int n = 0; for (int i = 0; i < W; ++i) n += a[i] > b[i]; return n; }
   static PARTITA_INLINE T where_less(T x, T y, T a, T b) { return x < y ? a : b; }
   static constexpr A MAGIC = (sizeof(A) == 4 ? A(12582912.0) : A(6755399441055744.0)) + BIAS, FLOOR = -BIAS;
-  static constexpr bool DOWN = false;
+  static constexpr bool DEEP = false, DOWN = false;
   static PARTITA_INLINE T fraction(T x) { return x - ((x + MAGIC) - MAGIC); }
   static PARTITA_INLINE T raise(T p, T x) {
     const T t = x + MAGIC;
