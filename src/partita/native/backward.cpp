@@ -37,6 +37,7 @@ void pack_chunk(const BackCall<A>& call, const Patch& patch, int64_t at, int64_t
         for (int64_t v = 0; v < call.Vp; ++v) up[v] = v < p.V && !empty ? moment[v] : A(0);
       }
     }
+    t.span[i] = span_of(t.row + a, b - a);
     pack_queries<A>(call.sc, t.row + a, static_cast<int>(b - a), t.temp, t.query + i * p.D * L);
     if (call.value) pack_tile<A>(t.up_rows + a * call.Vp, b - a, p.V, call.Vp, t.up + i * p.V * L);
   }
@@ -69,16 +70,12 @@ bool run_patch(const BackCall<A>& call, const Patch& patch, Bench<A>& t) {
   for (int64_t at = 0; at == 0 || at < total; at += BackBlock<A>::CHUNK) {
     const int64_t n = total - at < BackBlock<A>::CHUNK ? total - at : BackBlock<A>::CHUNK, tiles = (n + R - 1) / R;
     pack_chunk(call, patch, at, n, tiles, t);
-    int64_t lo = p.K, hi = 0;
-    for (int64_t r = 0; r < n; ++r)
-      if (t.row[r].stop > t.row[r].start) {
-        lo = t.row[r].start < lo ? t.row[r].start : lo;
-        hi = t.row[r].stop > hi ? t.row[r].stop : hi;
-      }
+    Span seen;
+    for (int64_t i = 0; i < tiles; ++i) seen.add(t.span[i]);
     for (int64_t key = patch.key_begin; key < patch.key_end; key += KEYS) {
       const int64_t end = key + KEYS < patch.key_end ? key + KEYS : patch.key_end, count = end - key;
       bool touched = false;
-      if (lo < end && hi > key) {
+      if (seen.lo < end && seen.hi > key) {
         if (call.need_key) std::memset(t.grad_key, 0, sizeof(A) * static_cast<size_t>(count * call.Dp));
         if (call.need_value) std::memset(t.grad_value, 0, sizeof(A) * static_cast<size_t>(count * call.Vp));
         pack_panels<A>(keys, p.K, p.D, key / P, (end + P - 1) / P, t.key, t.temp);

@@ -44,6 +44,7 @@ template <class A>
 struct Bench {  // a thread's working memory
   // of a chunk of rows
   Row* row;
+  Span* span;  // of each tile
   A *peak, *c0, *c1, *c2, *target;
   A *query, *query_rows, *up, *up_rows;  // packed and row-major: query, and the upstream gradient of the moment
   // of a key block
@@ -55,6 +56,7 @@ struct Bench {  // a thread's working memory
     constexpr int R = Shape<A>::ROWS, L = Shape<A>::LANES, KEYS = BackBlock<A>::KEYS, LD = BackBlock<A>::LD;
     const int64_t D = call.p.D, V = call.value ? call.p.V : 0, tiles = rows / R + 2;
     row = c.take<Row>(rows);
+    span = c.take<Span>(tiles);
     peak = c.take<A>(rows);
     c0 = c.take<A>(rows);
     c1 = c.take<A>(rows);
@@ -175,7 +177,7 @@ inline bool meet(const BackCall<A>& call, Bench<A>& t, const Patch& patch, int64
     const int m = static_cast<int>(rows * (i + 1) / tiles - at);
     Run runs[BackBlock<A>::RUNS];
     Cover& c = covers[i - first];
-    c = cover<A>(call.sc, t.row + at, m, key, end, runs);
+    c = cover<A>(call.sc, t.span[i], t.row + at, m, key, end, runs);
     if (!c.runs) continue;
     A *s = t.e + (at - base) * LD, *d = t.ds + (at - base) * LD;
     for (int u = 0; u < c.runs; ++u) {

@@ -50,6 +50,7 @@ void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t a = task.rows * i / tiles, b = task.rows * (i + 1) / tiles;
     A* query = t.query + i * p.D * L;
+    t.span[i] = span_of(t.row + a, b - a);
     pack_queries<A>(call.sc, t.row + a, static_cast<int>(b - a), t.temp, query);
     if (p.target.data)
       for (int64_t r = a; r < b; ++r) t.target[r] = target_score<A>(call.sc, t.row[r], keys, query + (r - a), L, t.temp);
@@ -146,14 +147,10 @@ bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed
   Columns<A> columns(call.columns + task.piece * 4 * padded, padded);
   if (call.to.col_peak) columns.clear(padded);
   start_rows(call, task, t, tiles);
-  int64_t lo = task.key_end, hi = task.key_begin;
-  for (int64_t r = 0; r < task.rows; ++r)
-    if (t.row[r].stop > t.row[r].start) {
-      lo = t.row[r].start < lo ? t.row[r].start : lo;
-      hi = t.row[r].stop > hi ? t.row[r].stop : hi;
-    }
-  lo = lo < task.key_begin ? task.key_begin : lo / KEYS * KEYS;
-  hi = hi > task.key_end ? task.key_end : hi;
+  Span seen;
+  for (int64_t i = 0; i < tiles; ++i) seen.add(t.span[i]);
+  const int64_t lo = seen.lo < task.key_begin ? task.key_begin : seen.lo / KEYS * KEYS;
+  const int64_t hi = seen.hi > task.key_end ? task.key_end : seen.hi;
 
   for (int64_t key = lo; key < hi; key += KEYS) {
     const int64_t end = key + KEYS < p.K ? key + KEYS : p.K, used = end < hi ? end : hi;
@@ -181,7 +178,7 @@ bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed
       const int m = static_cast<int>(task.rows * (i + 1) / tiles - at);
       Run runs[Block<A>::RUNS];
       if (key == lo) fetch(call, later, i, tiles);
-      const Cover c = cover<A>(call.sc, t.row + at, m, key, end, runs);
+      const Cover c = cover<A>(call.sc, t.span[i], t.row + at, m, key, end, runs);
       if (!c.runs) continue;
       for (int u = 0; u < c.runs; ++u)
         score<A, LD>(m, p.D, t.query + i * p.D * L, panels + runs[u].begin * p.D, (runs[u].end - runs[u].begin) / P, t.score + runs[u].begin);

@@ -16,6 +16,7 @@ namespace PARTITA_ISA {
 template <class A>
 struct Sums {  // of the rows of one task; mass, first and second hold one number per lane
   Row* row;
+  Span* span;  // of each tile
   A *peak, *mass, *first, *second, *moment, *target;
   A* centre;  // what the second moment is about: the mean of the block that set it
   A* base;    // the peak when the centre was set; a peak well above it sets a new one
@@ -25,6 +26,7 @@ struct Sums {  // of the rows of one task; mass, first and second hold one numbe
   void carve(Carver& c, int64_t rows, int64_t D, int64_t Vp, bool pack_key, bool pack_value) {
     constexpr int W = Vec<A>::W, R = Shape<A>::ROWS, L = Shape<A>::LANES;
     row = c.take<Row>(rows);
+    span = c.take<Span>(rows / R + 2);
     peak = c.take<A>(rows);
     centre = c.take<A>(rows);
     base = c.take<A>(rows);

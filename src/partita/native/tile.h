@@ -103,6 +103,29 @@ struct Run {
   int begin, end;  // columns of the key block, multiples of a panel
 };
 
+struct Span {  // of keys that some rows see, by their intervals
+  int64_t lo = INT64_MAX, hi = 0;              // any of them
+  int64_t inner_lo = 0, inner_hi = INT64_MAX;  // all of them
+  int64_t first = INT64_MAX, last = -1;        // the rows' own places, where a hole may be
+  void add(const Span& s) {
+    lo = s.lo < lo ? s.lo : lo;
+    hi = s.hi > hi ? s.hi : hi;
+    inner_lo = s.inner_lo > inner_lo ? s.inner_lo : inner_lo;
+    inner_hi = s.inner_hi < inner_hi ? s.inner_hi : inner_hi;
+    first = s.first < first ? s.first : first;
+    last = s.last > last ? s.last : last;
+  }
+};
+
+inline Span span_of(const Row* rows, int64_t m) {
+  Span s;
+  for (int64_t r = 0; r < m; ++r) {
+    const bool some = rows[r].stop > rows[r].start;
+    s.add({some ? rows[r].start : INT64_MAX, some ? rows[r].stop : 0, rows[r].start, rows[r].stop, rows[r].index, rows[r].index});
+  }
+  return s;
+}
+
 struct Cover {
   int runs = 0;
   int begin = 0, end = 0;  // first and last column of all runs
@@ -144,23 +167,13 @@ inline bool panel_seen(const PartitaProblem& p, const Row* rows, int m, int64_t 
 }
 
 template <class A>
-inline Cover cover(const Scores<A>& s, const Row* rows, int m, int64_t key, int64_t end, Run* runs) {
+inline Cover cover(const Scores<A>& s, const Span& span, const Row* rows, int m, int64_t key, int64_t end, Run* runs) {
   constexpr int P = Shape<A>::PANEL;
   const PartitaProblem& p = *s.problem;
   Cover c;
-  int64_t lo = end, hi = key, inner_lo = key, inner_hi = end;
-  bool hole = false;
-  for (int r = 0; r < m; ++r) {
-    if (rows[r].stop > rows[r].start) {
-      lo = rows[r].start < lo ? rows[r].start : lo;
-      hi = rows[r].stop > hi ? rows[r].stop : hi;
-    }
-    inner_lo = rows[r].start > inner_lo ? rows[r].start : inner_lo;
-    inner_hi = rows[r].stop < inner_hi ? rows[r].stop : inner_hi;
-    hole = hole || (p.hole && rows[r].index >= key && rows[r].index < end);
-  }
-  lo = lo < key ? key : lo;
-  hi = hi > end ? end : hi;
+  const int64_t lo = span.lo < key ? key : span.lo, hi = span.hi > end ? end : span.hi;
+  const int64_t inner_lo = span.inner_lo > key ? span.inner_lo : key, inner_hi = span.inner_hi < end ? span.inner_hi : end;
+  const bool hole = p.hole && span.first < end && span.last >= key;
   if (lo >= hi) return c;
   const int first = static_cast<int>((lo - key) / P), last = static_cast<int>((hi - key + P - 1) / P);
   if (!s.masked) {
