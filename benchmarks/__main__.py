@@ -44,6 +44,7 @@ def main() -> None:
     env = environment(options)
     print("  ".join(f"{name} {env[name]}" for name in ("commit", "torch", "cpu", "isa", "threads", "load")))
     print(f"ratio = ours / peer, smaller is better; best of {options.repeat} and {options.seconds:g} s more, in turns")
+    print("pairs: the median over rounds of ours / peer, which a lucky moment does not move")
     print("load: one-minute average, this benchmark included; others: processors busy for somebody else")
     print("roofline: useful operations per second over those of a large float32 torch.mm, the practical peak, same run")
     with partita.backend(options.backend):

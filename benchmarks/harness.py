@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -51,6 +52,7 @@ class Row:
     theirs: float
     unit: str
     bar: float | None = None
+    pairs: float | None = None  # the median over rounds of ours / peer: steadier than the ratio of the best
     load: float = 0.0  # the machine's one-minute load average; about `threads` of it is this benchmark itself
     others: float = 0.0  # processors that were busy for somebody else during the case
     note: str = ""
@@ -69,15 +71,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one function, in seconds."""
+    """The times of one function, in seconds, round by round."""
 
-    best_s: float
-    median_s: float
+    times: tuple[float, ...]
 
-    @staticmethod
-    def of(times: Sequence[float]) -> Timing:
-        ordered = sorted(times)
-        return Timing(ordered[0], ordered[len(ordered) // 2])
+    @property
+    def best_s(self) -> float:
+        return min(self.times)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.times)
+
+    def beside(self, other: Timing) -> float:
+        """The median over rounds of the ratio of two times that were taken one after the other."""
+        return statistics.median(a / b for a, b in zip(self.times, other.times, strict=False))
 
 
 def interleave(
@@ -109,7 +117,7 @@ def interleave(
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         take(close, len(times[close[0]]))
-    return {name: Timing.of(series) for name, series in times.items()}, clock.others()
+    return {name: Timing(tuple(series)) for name, series in times.items()}, clock.others()
 
 
 class _Neighbours:
@@ -169,6 +177,7 @@ def compare(
             "s",
             bar=None if options.quick else (bars or {}).get(peer),
             note=note,
+            pairs=mine.beside(timings[peer]),
             extra={"ours_median": mine.median_s, "theirs_median": timings[peer].median_s},
             **common,
         )
@@ -239,16 +248,19 @@ def _cpu_model() -> str:
 def show(row: Row) -> None:
     """Print one line of the table as soon as it is known."""
     bar = "" if row.bar is None else f"{row.bar:.2f}"
+    pairs = "" if row.pairs is None else f"{row.pairs:.3f}"
     print(
         f"{row.case:<46} {row.peer:<30} {_quantity(row.ours, row.unit):>10} {_quantity(row.theirs, row.unit):>10} "
-        f"{row.ratio:>7.3f} {bar:>5} {row.verdict:<6} {row.load:>5.2f} {row.others:>6.2f}  {row.note}".rstrip(),
+        f"{row.ratio:>7.3f} {bar:>5} {row.verdict:<6} {pairs:>6} {row.load:>5.2f} {row.others:>6.2f}"
+        f"  {row.note}".rstrip(),
         flush=True,
     )
 
 
 def head() -> None:
     print(
-        f"{'case':<46} {'peer':<30} {'ours':>10} {'peer':>10} {'ratio':>7} {'bar':>5} {'':<6} {'load':>5} {'others':>6}"
+        f"{'case':<46} {'peer':<30} {'ours':>10} {'peer':>10} "
+        f"{'ratio':>7} {'bar':>5} {'':<6} {'pairs':>6} {'load':>5} {'others':>6}"
     )
 
 
