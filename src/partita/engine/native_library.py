@@ -55,7 +55,6 @@ def _find() -> tuple[Library | None, str | None]:
             function = getattr(handle, f"partita_{name}")
             function.restype = ctypes.c_int32
             function.argtypes = [ctypes.c_char_p] * arguments
-        handle.partita_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         return Library(handle, handle.partita_isa().decode(), path), None
     except (OSError, AttributeError) as error:
         return None, f"{path} cannot be loaded: {error}"

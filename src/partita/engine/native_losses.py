@@ -19,7 +19,6 @@ from partita.engine import native
 
 _ROWS = struct.Struct("3q4i12q")
 _LOGITS = struct.Struct("4q2i3q")
-_LARGE = 8 << 20  # bytes from which large pages are asked for
 _CHUNK_BYTES = 56 << 20  # of logits at a time: larger is faster, but with the gradients it is the memory of the loss
 
 
@@ -90,15 +89,6 @@ def softmax_rows(
     return bool(library.handle.partita_rows(packed) == 0)
 
 
-def _room(*shape: int, dtype: torch.dtype) -> Tensor:
-    """An empty tensor; a large one lies in large pages where the system has them."""
-    made = torch.empty(*shape, dtype=dtype)
-    library = native.load()
-    if library is not None and made.nbytes >= _LARGE:
-        library.handle.partita_large_pages(made.data_ptr(), made.nbytes)
-    return made
-
-
 def _score(input: Tensor, weight: Tensor, logits: Tensor) -> None:  # (n, D), (C, D), (n, C)
     """logits = input @ weight.T, in place."""
     n, C, D, acc = *logits.shape, input.shape[1], logits.dtype
@@ -144,13 +134,13 @@ def linear_cross_entropy(
 
     sums = RowSums(row(), row(), row(), row(), row(), torch.empty(N, dtype=torch.int64) if rank else None)
     grad_input = torch.empty(N, D, dtype=acc) if need_input or need_scale else None
-    grad_weight = _room(C, D, dtype=acc) if need_weight else None
+    grad_weight = torch.empty(C, D, dtype=acc) if need_weight else None
     grad_bias = torch.zeros(C, dtype=acc) if need_bias and bias is not None else None
     grad_scale = row() if need_scale else None
     by_row = scale.expand(N)[:, None]
     plain = scale.numel() == 1 and float(scale) == 1.0
     chunks = max(1, -(-N * C * input.element_size() // chunk_bytes))
-    room = _room(-(-N // chunks), C, dtype=acc)
+    room = torch.empty(-(-N // chunks), C, dtype=acc)
     for k in range(chunks):
         a, b = N * k // chunks, N * (k + 1) // chunks
         logits, scaled = room[: b - a], input[a:b] if plain else input[a:b] * by_row[a:b]

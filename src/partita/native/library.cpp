@@ -1,6 +1,4 @@
 // The C interface: picks the instruction set once, plans a call, runs it.
-#include <sys/mman.h>
-
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -72,20 +70,6 @@ PARTITA_API int32_t partita_reduce_backward(const PartitaProblem* p, const Parti
 }
 
 PARTITA_API int32_t partita_rows(const PartitaRows* r) { return choice().kernels->rows(*r); }
-
-// Ask for large pages in [data, data + bytes): memory that is about to be filled is then taken 2 MB at a time, not 4 kB,
-// which for the gradient of a vocabulary saves some 4 % of the whole loss. Advice only; a refusal changes nothing.
-PARTITA_API int32_t partita_large_pages(void* data, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-  const uintptr_t page = 4096, begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / page * page;
-  return end > begin ? madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) : 0;
-#else
-  (void)data;
-  (void)bytes;
-  return 0;
-#endif
-}
 
 PARTITA_API int32_t partita_logits(const PartitaLogits* l) { return choice().kernels->logits(*l); }
 
