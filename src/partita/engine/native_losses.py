@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from partita.engine import native
+from partita.engine.room import room
 
 _ROWS = struct.Struct("3q4i12q")
-_LOGITS = struct.Struct("4q2i3q")
+_LOGITS = struct.Struct("5q2i3q")
 _CHUNK_BYTES = 56 << 20  # of logits at a time: larger is faster, but with the gradients it is the memory of the loss
 
 
@@ -70,7 +71,8 @@ def softmax_rows(
     ):
         if x is None:
             continue
-        if x.dtype != dtype or tuple(x.shape) != shape or x.device.type != "cpu" or not x.is_contiguous():
+        lies = x.is_contiguous() or (x is logits and _rows_apart(x))
+        if x.dtype != dtype or tuple(x.shape) != shape or x.device.type != "cpu" or not lies:
             raise ValueError(f"{name} must be contiguous {dtype} {shape} on the CPU; got {x.dtype} {tuple(x.shape)}")
     if n == 0:
         return True
@@ -82,11 +84,15 @@ def softmax_rows(
         return 0 if x is None else x.data_ptr()
 
     packed = _ROWS.pack(
-        n, C, C, 0 if acc == torch.float32 else 1, torch.get_num_threads(), gradient, 0,
+        n, C, logits.stride(0), 0 if acc == torch.float32 else 1, torch.get_num_threads(), gradient, 0,
         at(logits), at(bias), at(target), at(nll), at(square), at(spread),
         at(sums.peak), at(sums.mass), at(sums.first), at(sums.second), at(sums.target_score), at(sums.rank),
     )  # fmt: skip
     return bool(library.handle.partita_rows(packed) == 0)
+
+
+def _rows_apart(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
 def _score(input: Tensor, weight: Tensor, logits: Tensor) -> None:  # (n, D), (C, D), (n, C)
@@ -97,12 +103,12 @@ def _score(input: Tensor, weight: Tensor, logits: Tensor) -> None:  # (n, D), (C
         torch.mm(input, weight.t(), out=logits)
         return
     for name, x, shape in (("input", input, (n, D)), ("weight", weight, (C, D)), ("logits", logits, (n, C))):
-        lies = x is weight or x.is_contiguous()
+        lies = x is weight or x.is_contiguous() or (x is logits and _rows_apart(x))
         if x.dtype != acc or tuple(x.shape) != shape or x.device.type != "cpu" or not lies:
             raise ValueError(f"{name} must be contiguous {acc} {shape} on the CPU; got {x.dtype} {tuple(x.shape)}")
     at = (x.data_ptr() for x in (input, weight, logits))
-    code = 0 if acc == torch.float32 else 1
-    if library.handle.partita_logits(_LOGITS.pack(n, C, D, weight.stride(0), code, torch.get_num_threads(), *at)):
+    lies_as = (weight.stride(0), logits.stride(0), 0 if acc == torch.float32 else 1, torch.get_num_threads())
+    if library.handle.partita_logits(_LOGITS.pack(n, C, D, *lies_as, *at)):
         raise MemoryError("the native backend could not allocate its scratch memory")
 
 
@@ -140,21 +146,21 @@ def linear_cross_entropy(
     by_row = scale.expand(N)[:, None]
     plain = scale.numel() == 1 and float(scale) == 1.0
     chunks = max(1, -(-N * C * input.element_size() // chunk_bytes))
-    room = torch.empty(-(-N // chunks), C, dtype=acc)
-    for k in range(chunks):
-        a, b = N * k // chunks, N * (k + 1) // chunks
-        logits, scaled = room[: b - a], input[a:b] if plain else input[a:b] * by_row[a:b]
-        _score(scaled, weight, logits)
-        part = RowSums(*(x[a:b] if x is not None else None for x in sums))  # type: ignore[arg-type]
-        weights = (x[a:b] if x is not None else None for x in (nll, square, spread))
-        if not softmax_rows(logits, bias, target[a:b], part, *weights, gradient=any(needs)):
-            return None
-        if grad_input is not None:
-            torch.mm(logits, weight, out=grad_input[a:b])
-        if grad_weight is not None:
-            torch.mm(logits.t(), scaled, out=grad_weight) if k == 0 else grad_weight.addmm_(logits.t(), scaled)
-        if grad_bias is not None:
-            grad_bias += logits.sum(0)
+    with room(-(-N // chunks), C, acc) as matrix:
+        for k in range(chunks):
+            a, b = N * k // chunks, N * (k + 1) // chunks
+            logits, scaled = matrix[: b - a], input[a:b] if plain else input[a:b] * by_row[a:b]
+            _score(scaled, weight, logits)
+            part = RowSums(*(x[a:b] if x is not None else None for x in sums))  # type: ignore[arg-type]
+            weights = (x[a:b] if x is not None else None for x in (nll, square, spread))
+            if not softmax_rows(logits, bias, target[a:b], part, *weights, gradient=any(needs)):
+                return None
+            if grad_input is not None:
+                torch.mm(logits, weight, out=grad_input[a:b])
+            if grad_weight is not None:
+                torch.mm(logits.t(), scaled, out=grad_weight) if k == 0 else grad_weight.addmm_(logits.t(), scaled)
+            if grad_bias is not None:
+                grad_bias += logits.sum(0)
     if grad_scale is not None and grad_input is not None:
         torch.sum(grad_input * input, 1, out=grad_scale)
     if grad_input is not None and not plain:

@@ -68,10 +68,11 @@ struct PartitaRows {
 
 // Rows of a classifier (float32 or float64): logits = input weight^T.
 struct PartitaLogits {
-  int64_t rows, classes, dim, weight_row;  // weight_row: elements from one class to the next
+  int64_t rows, classes, dim;
+  int64_t weight_row, logits_row;  // elements from one class, or one row of logits, to the next
   int32_t dtype, threads;
-  const void *input, *weight;              // (rows, dim) contiguous, (classes, dim)
-  void* logits;                            // (rows, classes) contiguous
+  const void *input, *weight;  // (rows, dim) contiguous, (classes, dim)
+  void* logits;                // (rows, classes)
 };
 
 // Statistics of rows to be added to the sums of their head (float32 in, double out).
