@@ -262,3 +262,18 @@ def test_logits_refuse_what_does_not_fit() -> None:
         native_losses._score(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 2).t())
     with pytest.raises(ValueError, match="weight must be"):
         native_losses._score(torch.ones(2, 3), torch.ones(5, 3), torch.ones(2, 4))
+
+
+def test_sums_about_a_centre_come_back_to_the_peak() -> None:
+    """Over several blocks of keys the exponentials are relative to a mean; the peak's own is 1 all the same."""
+    torch.manual_seed(5)
+    key = -torch.rand(1100, 1) * 6 - 18
+    key[3] = 0  # nearly all of the mass: the rest is a few roundings
+    query = torch.linspace(0.85, 1.2, 20000)[:, None]
+    sums = native.reduce(query, key, None, torch.ones(1), None, None, (), None, moments=True, rank=False)
+    assert sums is not None and sums.mass.min() >= 1 and sums.mass.max() < 1.0001
+    entropy = partita.Gibbs(query, key).entropy()
+    log_p = (query.double() @ key.double().T).log_softmax(-1)
+    naive = (query @ key.T).log_softmax(-1)
+    assert entropy.min() >= 0
+    assert_no_worse_than_naive(entropy, -(naive.exp() * naive).sum(-1), -(log_p.exp() * log_p).sum(-1))

@@ -36,7 +36,7 @@ void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles
   for (int64_t r = 0, index = task.first % p.Q; r < task.rows; ++r, ++index) {
     if (index == p.Q) ++entry, index = 0;
     t.row[r] = make_row(p, *entry, index);
-    t.peak[r] = t.base[r] = neg_inf<A>();
+    t.peak[r] = t.reference[r] = t.base[r] = neg_inf<A>();
     t.centre[r] = 0;
     t.count[r] = t.rank[r] = 0;
     t.target[r] = neg_inf<A>();
@@ -60,30 +60,36 @@ void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles
 template <class A>
 struct Totals {  // of W rows
   alignas(64) A mass[Vec<A>::W];
-  A first[Vec<A>::W], second[Vec<A>::W], log_mass[Vec<A>::W];
+  A first[Vec<A>::W], spread[Vec<A>::W], ratio[Vec<A>::W], scale[Vec<A>::W];  // ratio: from the reference to the peak
 };
 
 // The sums of rows r, r + 1, ... (W of them, the last one repeated) over their lanes.
 template <class A>
-void add_lanes(const Sums<A>& t, int64_t r, int64_t rows, bool moments, bool logs, Totals<A>& to) {
+void add_lanes(const Sums<A>& t, int64_t r, int64_t rows, bool moments, bool mean, Totals<A>& to) {
   using V = Vec<A>;
   using T = typename V::T;
   const auto row = [&](int i) { return r + i < rows ? r + i : rows - 1; };
   const auto lanes = [&](const A* of, int i) { return V::load(of + row(i) * V::W); };
-  const T zero = V::set(0), total = fold<A, true>([&](int i) { return lanes(t.mass, i); });
+  const T zero = V::set(0), one = V::set(1), total = fold<A, true>([&](int i) { return lanes(t.mass, i); });
   V::store(to.mass, total);
   V::store(to.first, zero);
-  V::store(to.second, zero);
-  for (int i = 0; i < V::W && logs; ++i) to.log_mass[i] = log_mass(to.mass[i]);
+  V::store(to.spread, zero);
+  V::store(to.ratio, one);
+  V::store(to.scale, mean ? V::where_less(zero, total, V::div(one, total), one) : one);
   if (!moments) return;
   const T linear = fold<A, true>([&](int i) { return lanes(t.first, i); });
-  alignas(64) A peaks[V::W], centres[V::W];
-  for (int i = 0; i < V::W; ++i) peaks[i] = t.peak[row(i)], centres[i] = t.centre[row(i)];
-  const T peak = V::load(peaks), mean = V::add(peak, V::div(linear, total));
+  alignas(64) A peaks[V::W], references[V::W], centres[V::W];
+  for (int i = 0; i < V::W; ++i) peaks[i] = t.peak[row(i)], references[i] = t.reference[row(i)], centres[i] = t.centre[row(i)];
+  const T reference = V::load(references), middle = V::add(reference, V::div(linear, total));
   // from the centre to the mean: what is taken off is small, since they are near each other
-  const T about = recentre<A>(fold<A, true>([&](int i) { return lanes(t.second, i); }), linear, total, peak, V::load(centres), mean);
-  V::store(to.first, linear);
-  V::store(to.second, V::where_less(zero, total, V::max(zero, about), zero));
+  const T about = recentre<A>(fold<A, true>([&](int i) { return lanes(t.second, i); }), linear, total, reference, V::load(centres), middle);
+  // from the reference to the peak, whose own exponential is 1: rounding must not take the mass below it
+  const T d = V::where_less(zero, total, V::sub(reference, V::load(peaks)), zero), ratio = exp2_bounded<A>(bounded<A>(d));
+  V::store(to.mass, V::where_less(zero, total, V::max(one, V::mul(ratio, total)), total));
+  V::store(to.first, V::mul(ratio, V::fma(d, total, linear)));
+  V::store(to.spread, V::where_less(zero, total, V::max(zero, V::mul(ratio, about)), zero));
+  V::store(to.ratio, ratio);
+  if (!mean) V::store(to.scale, ratio);
 }
 
 template <class A>
@@ -96,7 +102,7 @@ bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
   for (int64_t r = 0; r < task.rows; ++r) {
     const Row& row = t.row[r];
     const int lane = static_cast<int>(r % V::W);
-    if (lane == 0) add_lanes<A>(t, r, task.rows, call.moments, call.to.stats != nullptr, sum);
+    if (lane == 0) add_lanes<A>(t, r, task.rows, call.moments, call.to.mean, sum);
     int64_t count = t.count[r];
     if (!counted) {
       const int64_t lo = row.start > task.key_begin ? row.start : task.key_begin;
@@ -104,15 +110,16 @@ bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
       count = hi > lo ? hi - lo - (p.hole && row.index >= lo && row.index < hi) : 0;
     }
     if (task.partial < 0) {
-      fine &= finish_row<A>(p, call.to, row, t.peak[r], sum.mass[lane], sum.first[lane], sum.second[lane], sum.log_mass[lane], t.moment + r * call.Vp, count, t.rank[r], t.target[r]);
+      const Total<A> total{t.peak[r], sum.mass[lane], sum.first[lane], sum.spread[lane], sum.scale[lane]};
+      fine &= finish_row<A>(p, call.to, row, total, t.moment + r * call.Vp, count, t.rank[r], t.target[r]);
     } else {
       A* part = call.partial + (task.partial + r) * (5 + call.Vp);
       part[0] = t.peak[r];
       part[1] = sum.mass[lane];
       part[2] = sum.first[lane];
-      part[3] = sum.second[lane];
+      part[3] = sum.spread[lane];
       part[4] = t.target[r];
-      if (call.to.moment) std::memcpy(part + 5, t.moment + r * call.Vp, sizeof(A) * static_cast<size_t>(call.Vp));
+      for (int64_t v = 0; v < call.Vp; ++v) part[5 + v] = sum.ratio[lane] * t.moment[r * call.Vp + v];
       call.partial_count[(task.partial + r) * 2] = count;
       call.partial_count[(task.partial + r) * 2 + 1] = t.rank[r];
     }
@@ -202,7 +209,7 @@ bool run_merge(const Call<A>& call, const Merge& merge, A* moment) {
   const int64_t ld = 5 + call.Vp;
   bool fine = true;
   for (int64_t r = 0; r < merge.rows; ++r) {
-    A peak = neg_inf<A>(), mass = 0, first = 0, second = 0;
+    A peak = neg_inf<A>(), mass = 0, first = 0, spread = 0;
     int64_t count = 0, rank = 0;
     for (int64_t s = 0; s < merge.splits; ++s) {
       const A top = call.partial[(merge.partial + s * merge.rows + r) * ld];
@@ -219,9 +226,9 @@ bool run_merge(const Call<A>& call, const Merge& merge, A* moment) {
       shift_about_centre<A>(d, ratio, part + 1, part + 2, part + 3, 1);
       if (part[1] > 0) {
         const A between = mass > 0 ? first / mass - part[2] / part[1] : A(0);
-        second += part[3] + between * between * (mass * (part[1] / (mass + part[1])));
+        spread += part[3] + between * between * (mass * (part[1] / (mass + part[1])));
       } else {
-        second += part[3];  // NaN travels on
+        spread += part[3];  // NaN travels on
       }
       mass += part[1];
       first += part[2];
@@ -231,7 +238,8 @@ bool run_merge(const Call<A>& call, const Merge& merge, A* moment) {
     const int64_t f = merge.first + r;
     const Row row = make_row(call.p, call.plan.entries[call.plan.begin[merge.group] + f / call.p.Q], f % call.p.Q);
     const A target = call.partial[(merge.partial + r) * ld + 4];
-    fine &= finish_row<A>(call.p, call.to, row, peak, mass, first, second, log_mass(mass), moment, count, rank, target);
+    const Total<A> total{peak, mass, first, spread, call.to.mean && mass > 0 ? 1 / mass : A(1)};
+    fine &= finish_row<A>(call.p, call.to, row, total, moment, count, rank, target);
   }
   return fine;
 }

@@ -18,8 +18,9 @@ struct Sums {  // of the rows of one task; mass, first and second hold one numbe
   Row* row;
   Span* span;  // of each tile
   A *peak, *mass, *first, *second, *moment, *target;
-  A* centre;  // what the second moment is about: the mean of the block that set it
-  A* base;    // the peak when the centre was set; a peak well above it sets a new one
+  A* reference;  // what the sums are relative to: a peak while a centre is found, then the centre
+  A* centre;     // what the second moment is about: the mean of the block that set it
+  A* base;       // the peak when the centre was set; a peak well above it sets a new one
   int64_t *count, *rank;
   A *query, *score, *temp, *panel, *value;
 
@@ -28,6 +29,7 @@ struct Sums {  // of the rows of one task; mass, first and second hold one numbe
     row = c.take<Row>(rows);
     span = c.take<Span>(rows / R + 2);
     peak = c.take<A>(rows);
+    reference = c.take<A>(rows);
     centre = c.take<A>(rows);
     base = c.take<A>(rows);
     mass = c.take<A>(rows * W);
@@ -45,28 +47,30 @@ struct Sums {  // of the rows of one task; mass, first and second hold one numbe
   }
 };
 
-// The three sums of a row, lane by lane, while they are being made. First is about the peak, so that an entropy is never
-// negative; second about the row's centre, so that a variance does not cancel.
+// The three sums of a row, lane by lane, while they are being made. Where the reference is the row's centre, one difference
+// serves the exponential and both moments, and a variance does not cancel. The exponentials may be above 1 then, but not far:
+// a mean of n scores is at most log2 n below their peak.
 template <class A>
 struct Lanes {
   using T = typename Vec<A>::T;
-  T peak, gap, mass, first, second;  // gap: peak - centre
+  T reference, mass, first, second;
 };
 
-// 2^(s - peak) of one vector, in place, into the sums. BOUND where a score may be -inf; MOMENTS where first and second are
-// wanted; KEPT where second has to wait for its centre, and the differences are kept for it.
+// 2^(s - reference) of one vector, in place, into the sums. BOUND where a score may be -inf; MOMENTS where first and second
+// are wanted; KEPT where second has to wait for its centre, and the differences are kept for it.
 template <class A, bool BOUND, bool MOMENTS, bool KEPT>
 PARTITA_INLINE void exponential(A* s, A* kept, Lanes<A>& l) {
   using V = Vec<A>;
-  const typename V::T c = deep<A, BOUND>(V::sub(V::load(s), l.peak)), e = exp2_bounded<A>(c);
+  const typename V::T c = deep<A, BOUND>(V::sub(V::load(s), l.reference)), e = exp2_bounded<A>(c);
   V::store(s, e);
   l.mass = V::add(l.mass, e);
-  if (MOMENTS) l.first = V::fma(e, c, l.first);
   if (KEPT) {
+    l.first = V::fma(e, c, l.first);
     V::store(kept, c);
   } else if (MOMENTS) {
-    const typename V::T d = V::add(c, l.gap);
-    l.second = V::fma(V::mul(e, d), d, l.second);
+    const typename V::T ec = V::mul(e, c);
+    l.first = V::add(l.first, ec);
+    l.second = V::fma(ec, c, l.second);
   }
 }
 
@@ -80,12 +84,12 @@ PARTITA_INLINE void exponentials(A* s, A* kept, int begin, int end, Run sure, La
   for (; j < end; j += W) exponential<A, true, MOMENTS, KEPT>(s + j, kept + j, l);
 }
 
-// sum e (s - to)^2 from the same sum about `from`, where first is sum e (s - peak), lane by lane.
+// sum e (s - to)^2 from the same sum about `from`, where first is sum e (s - reference), lane by lane.
 template <class A>
 PARTITA_INLINE typename Vec<A>::T recentre(typename Vec<A>::T second, typename Vec<A>::T first, typename Vec<A>::T mass,
-                                           typename Vec<A>::T peak, typename Vec<A>::T from, typename Vec<A>::T to) {
+                                           typename Vec<A>::T reference, typename Vec<A>::T from, typename Vec<A>::T to) {
   using V = Vec<A>;
-  const typename V::T about = V::fma(V::sub(peak, from), mass, first), d = V::sub(from, to);
+  const typename V::T about = V::fma(V::sub(reference, from), mass, first), d = V::sub(from, to);
   return V::fma(d, V::fma(d, mass, V::add(about, about)), second);
 }
 
@@ -104,7 +108,7 @@ inline void centre_on(const A* e, const A* kept, int begin, int end, A peak, con
     more = V::fma(V::mul(V::load(e + j + V::W), b), b, more);
   }
   two = V::add(two, more);
-  two = V::add(two, recentre<A>(V::load(second), linear, old, l.peak, V::set(centre), V::set(here)));
+  two = V::add(two, recentre<A>(V::load(second), linear, old, l.reference, V::set(centre), V::set(here)));
   V::store(mass, V::add(old, l.mass));
   V::store(first, V::add(linear, l.first));
   V::store(second, two);
@@ -123,7 +127,7 @@ PARTITA_INLINE typename Vec<A>::T largest(const A* s, int begin, int end) {
   return V::max(a, b);
 }
 
-// Sums relative to the old peak become sums relative to the new one: d = old - new, ratio = 2^d.
+// Sums relative to an old reference become sums relative to a new one: d = old - new, ratio = 2^d.
 template <class A>
 PARTITA_INLINE void shift(A d, A ratio, A* mass, A* first, A* second, int n) {
   for (int i = 0; i < n; ++i) {
@@ -133,7 +137,7 @@ PARTITA_INLINE void shift(A d, A ratio, A* mass, A* first, A* second, int n) {
   }
 }
 
-// The same for sums whose second moment is about a fixed centre, which a new peak leaves where it is.
+// The same for sums whose second moment is about a fixed centre, which a new reference leaves where it is.
 template <class A>
 PARTITA_INLINE void shift_about_centre(A d, A ratio, A* mass, A* first, A* second, int n) {
   for (int i = 0; i < n; ++i) {
@@ -150,20 +154,31 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
   constexpr int LD = Block<A>::LD, W = V::W, L = Shape<A>::LANES;
   const Run sure = sc.problem->bias.data ? Run{c.end, c.end} : c.sure;  // a bias may hide any key
   const bool counted = sc.masked || sc.problem->bias.data;
-  alignas(64) A top[L * W], peaks[L], change[L], reference[L];
+  alignas(64) A top[L * W], peaks[L], bound[L], centre[L], before[L], change[L], reference[L];
   const typename V::T none = V::set(neg_inf<A>());
   for (int r = 0; r < L; ++r) V::store(top + r * W, r < m ? largest(t.score + r * LD, c.begin, c.end) : none);
-  for (int r = 0; r < L; ++r) peaks[r] = r < m ? t.peak[at + r] : neg_inf<A>();
+  for (int r = 0; r < L; ++r) {
+    const int64_t i = at + (r < m ? r : 0);
+    peaks[r] = t.peak[i];
+    before[r] = t.reference[i];
+    centre[r] = t.centre[i];
+    bound[r] = moments ? t.base[i] + 2 : neg_inf<A>();  // four times the weight: the past matters little
+  }
   for (int r = 0; r < L; r += W) {
     const typename V::T old = V::load(peaks + r), peak = V::max(fold<A, false>([&](int i) { return V::load(top + (r + i) * W); }), old);
     const typename V::T finite = V::where_less(none, peak, peak, V::set(0));  // of an empty row: -inf - -inf would be NaN
-    const typename V::T less = V::sub(old, finite);
+    const typename V::T chosen = V::where_less(V::load(bound + r), finite, finite, V::load(centre + r));
+    const typename V::T step = V::sub(V::load(before + r), chosen);
     V::store(peaks + r, peak);
-    V::store(reference + r, finite);
-    V::store(change + r, less);
-    V::store(keep + r, exp2_bounded<A>(bounded<A>(less)));
+    V::store(before + r, V::where_less(none, peak, chosen, none));  // -inf while a row has seen nothing: there is nothing to keep
+    V::store(reference + r, chosen);
+    V::store(change + r, step);
+    V::store(keep + r, exp2_bounded<A>(bounded<A>(step)));
   }
-  for (int r = 0; r < m; ++r) t.peak[at + r] = peaks[r];
+  for (int r = 0; r < m; ++r) {
+    t.peak[at + r] = peaks[r];
+    t.reference[at + r] = before[r];
+  }
   for (int r = 0; r < m && (counted || rank); ++r) {
     const A* s = t.score + r * LD;
     if (counted) {
@@ -192,11 +207,11 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
   for (int r = 0; r < m; ++r) {
     A* s = t.score + r * LD;
     A *mass = t.mass + (at + r) * W, *first = t.first + (at + r) * W, *second = t.second + (at + r) * W;
-    if (change[r] < 0 && change[r] > neg_inf<A>()) shift_about_centre<A>(change[r], keep[r], mass, first, second, W);
-    const typename V::T peak = V::set(reference[r]), zero = V::set(0);
-    if (moments && reference[r] > t.base[at + r] + 2) {  // four times the weight: the past matters little
+    if (change[r] != 0 && change[r] > neg_inf<A>()) shift_about_centre<A>(change[r], keep[r], mass, first, second, W);
+    const typename V::T about = V::set(reference[r]), zero = V::set(0);
+    if (moments && reference[r] > bound[r]) {
       t.base[at + r] = t.peak[at + r];  // -inf while a row has seen nothing: its first key sets it again
-      Lanes<A> l{peak, zero, zero, zero, zero};
+      Lanes<A> l{about, zero, zero, zero};
       exponentials<A, true, true>(s, kept(r), c.begin, c.end, sure, l);
       settle();
       fresh[r & 1] = l;
@@ -205,13 +220,13 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
     }
     settle();
     if (moments) {
-      Lanes<A> l{peak, V::set(reference[r] - t.centre[at + r]), V::load(mass), V::load(first), V::load(second)};
+      Lanes<A> l{about, V::load(mass), V::load(first), V::load(second)};
       exponentials<A, true, false>(s, s, c.begin, c.end, sure, l);
       V::store(mass, l.mass);
       V::store(first, l.first);
       V::store(second, l.second);
     } else {
-      Lanes<A> l{peak, zero, V::load(mass), zero, zero};
+      Lanes<A> l{about, V::load(mass), zero, zero};
       exponentials<A, false, false>(s, s, c.begin, c.end, sure, l);
       V::store(mass, l.mass);
     }
@@ -244,19 +259,21 @@ inline A target_score(const Scores<A>& sc, const Row& row, const Rows& keys, con
   return s[0];
 }
 
+// The sums of one row over all its keys, relative to its peak; the spread is about its mean.
 template <class A>
-inline A log_mass(A mass) { return mass > 0 ? std::log(mass) : A(0); }
+struct Total {
+  A peak, mass, first, spread;
+  A scale;  // what the moment is multiplied by to be a mean, or relative to the peak
+};
 
-// One finished row, in natural units; the spread is about the row's mean. The peak is given in double: backward must find
-// the very number again that the sums are relative to.
+// One finished row, in natural units. The peak is given in double: backward must find the very number again that the sums
+// are relative to.
 template <class A>
-inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row& row, A peak, A mass, A first, A spread,
-                       A log_mass, const A* moment, int64_t count, int64_t rank, A target) {
+inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row& row, const Total<A>& of, const A* moment,
+                       int64_t count, int64_t rank, A target) {
   using V = Vec<A>;
-  const A ln2 = static_cast<A>(LN2);
-  const double natural = static_cast<double>(peak) * LN2;
-  first *= ln2;
-  spread *= ln2 * ln2;
+  const A ln2 = static_cast<A>(LN2), mass = of.mass, first = of.first * ln2, spread = of.spread * (ln2 * ln2);
+  const double natural = static_cast<double>(of.peak) * LN2;
   const int64_t i = row.out;
   static_cast<double*>(to.peak)[i] = natural;
   static_cast<A*>(to.mass)[i] = mass;
@@ -269,7 +286,7 @@ inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row
     A* out = static_cast<A*>(to.stats) + i;
     const int64_t rows = p.B * p.Q;
     const A top = static_cast<A>(natural);
-    const A mean = mass > 0 ? first / mass : A(0);
+    const A mean = mass > 0 ? first / mass : A(0), log_mass = mass > 0 ? std::log(mass) : A(0);
     out[0] = top + log_mass;
     out[rows] = log_mass - mean;
     out[2 * rows] = mass > 0 ? top + mean : A(0);
@@ -277,11 +294,10 @@ inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row
     out[4 * rows] = top;
   }
   A probe = mass * 0 + first * 0 + spread * 0;
-  if (peak > neg_inf<A>()) probe += peak * 0;
+  if (of.peak > neg_inf<A>()) probe += of.peak * 0;
   if (to.moment) {
     A* out = static_cast<A*>(to.moment) + to.moment_offset[row.entry] + row.index * to.moment_row;
-    const A divisor = to.mean && mass > 0 ? mass : A(1);
-    const typename V::T zero = V::set(0), by = V::set(A(1) / divisor);
+    const typename V::T zero = V::set(0), by = V::set(of.scale);
     typename V::T bad = zero;
     int64_t v = 0;
     for (; v + V::W <= p.V; v += V::W) {
@@ -290,7 +306,7 @@ inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row
       V::store(out + v, x);
     }
     probe += V::sum(bad);
-    for (; v < p.V; ++v) probe += (out[v] = moment[v] * (A(1) / divisor)) * 0;
+    for (; v < p.V; ++v) probe += (out[v] = moment[v] * of.scale) * 0;
   }
   return probe == 0;
 }
