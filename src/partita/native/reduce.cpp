@@ -1,5 +1,6 @@
 // Forward, the driver: packing, tasks over threads, key splits merged in a fixed order. The arithmetic is in reduce.h.
 #include "columns.h"
+#include "few.h"
 
 namespace partita {
 namespace PARTITA_ISA {
@@ -13,7 +14,7 @@ struct Call {
   const PartitaSums& to;
   Scores<A> sc;
   int64_t Vp, panels;
-  bool moments, rank, pack_value;
+  bool moments, rank, pack_value, few;
   A* packed = nullptr;  // of the wave: for each group its key panels, then its padded values
   int64_t packed_group = 0;
   A* partial = nullptr;  // peak, mass, first, second, target score, moment of each unfinished row
@@ -159,10 +160,13 @@ bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed
   const int64_t lo = seen.lo < task.key_begin ? task.key_begin : seen.lo / KEYS * KEYS;
   const int64_t hi = seen.hi > task.key_end ? task.key_end : seen.hi;
 
+  alignas(64) A query[FEW * FEW_DIM];
+  for (int64_t r = 0; call.few && r < task.rows; ++r) spread_query<A>(t.query + r, L, p.D, query + r * FEW_DIM);
+
   for (int64_t key = lo; key < hi; key += KEYS) {
     const int64_t end = key + KEYS < p.K ? key + KEYS : p.K, used = end < hi ? end : hi;
     const A* panels = packed + key * p.D;
-    if (!call.plan.prepacked) {
+    if (!call.plan.prepacked && !call.few) {
       pack_panels<A>(call.keys(task.group), p.K, p.D, key / P, (used + P - 1) / P, t.panel, t.temp);
       panels = t.panel;
     }
@@ -187,17 +191,23 @@ bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed
       if (key == lo) fetch(call, later, i, tiles);
       const Cover c = cover<A>(call.sc, t.span[i], t.row + at, m, key, end, runs);
       if (!c.runs) continue;
-      for (int u = 0; u < c.runs; ++u)
-        score<A, LD>(m, p.D, t.query + i * p.D * L, panels + runs[u].begin * p.D, (runs[u].end - runs[u].begin) / P, t.score + runs[u].begin);
+      for (int u = 0; u < c.runs; ++u) {
+        const Run run = runs[u];
+        if (!call.few) score<A, LD>(m, p.D, t.query + i * p.D * L, panels + run.begin * p.D, (run.end - run.begin) / P, t.score + run.begin);
+        for (int r = 0; call.few && r < m; ++r)
+          score_few<A>(query + r * FEW_DIM, p.D, call.keys(task.group), key + run.begin, run.end - run.begin, p.K, t.score + r * LD + run.begin);
+      }
       if (!call.sc.plain || !c.whole) finish_scores<A, LD>(call.sc, t.row + at, m, key, c, runs, t.score, t.temp, nullptr);
       if (call.to.col_peak) add_columns<A, LD>(t.score, m, c.begin, c.end, key, columns);
       alignas(64) A keep[L];
       soften<A>(call.sc, t, at, m, c, call.moments, call.rank, keep);
       if (!value) continue;
       for (int u = 0; u < c.runs; ++u) {
-        const int64_t stop = runs[u].end < c.last ? runs[u].end : c.last;
-        accumulate<A, 1, LD>(m, stop - runs[u].begin, t.score + runs[u].begin, value + runs[u].begin * ldv, ldv, call.Vp,
-                             t.moment + at * call.Vp, call.Vp, u ? nullptr : keep);
+        const int64_t begin = runs[u].begin, n = (runs[u].end < c.last ? runs[u].end : c.last) - begin;
+        if (!call.few)
+          accumulate<A, 1, LD>(m, n, t.score + begin, value + begin * ldv, ldv, call.Vp, t.moment + at * call.Vp, call.Vp, u ? nullptr : keep);
+        for (int r = 0; call.few && r < m; ++r)
+          accumulate_few<A>(n, t.score + r * LD + begin, value + begin * ldv, ldv, call.Vp, t.moment + r * call.Vp, u ? A(1) : keep[r]);
       }
     }
   }
@@ -247,11 +257,14 @@ bool run_merge(const Call<A>& call, const Merge& merge, A* moment) {
 template <class A>
 int32_t reduce_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& to) {
   constexpr int W = Vec<A>::W, P = Shape<A>::PANEL;
-  Call<A> call{p, plan, to, make_scores<A>(p), 0, (p.K + P - 1) / P, to.first != nullptr, to.rank != nullptr, false};
+  Call<A> call{p, plan, to, make_scores<A>(p), 0, (p.K + P - 1) / P, to.first != nullptr, to.rank != nullptr, false, false};
   call.Vp = to.moment ? round_up(p.V, W) : 0;
   // Values are read as they lie, unless that needs a conversion or rows so far apart that they share a few cache sets.
   const bool crowded = p.value.row > p.V && p.value.row * static_cast<int64_t>(sizeof(A)) % 4096 == 0;
   call.pack_value = to.moment && (p.dtype != (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64) || p.V % W != 0 || crowded);
+  // The score of a target is made as those of a register block are, so that copies of it tie.
+  call.few = plan.rows <= FEW && p.D >= W && p.D <= FEW_DIM && !plan.prepacked && !p.target.data && !to.col_peak &&
+             p.dtype == (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64);
   call.packed_group = call.panels * P * (p.D + (call.pack_value ? call.Vp : 0));
 
   int64_t wave_groups = 0;

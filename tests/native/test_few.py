@@ -1,0 +1,87 @@
+"""One or two query rows, which read keys and values as they lie: the same numbers as any other way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import partita
+from partita import support
+from tests.tolerances import assert_exact, assert_no_worse_than_naive
+
+SHAPES = [
+    (1, 1, 16, 16),
+    (1, 17, 64, 64),
+    (2, 513, 128, 32),
+    (1, 1100, 256, 80),
+    (2, 1031, 32, 5),
+    (1, 640, 400, 16),
+    (1, 640, 136, 16),
+    (2, 64, 17, 16),
+    (1, 70, 3, 3),
+]
+
+
+def _supports(n_query: int, n_key: int) -> list[support.Support | None]:
+    torch.manual_seed(n_key)
+    lengths = support.lengths(torch.tensor([n_key, max(1, n_key // 3), 0]).view(3, 1))
+    return [
+        None,
+        support.causal(align="bottom-right"),
+        support.window(n_key // 2, 0),
+        support.mask(torch.rand(n_query, n_key) < 0.3),
+        lengths,
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_a_decoding_step(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    n_query, n_key, dim, width = shape
+    query, key, value = (
+        torch.randn(3, n, 4, d, dtype=dtype).transpose(1, 2)  # (batch, heads, n, d), not contiguous
+        for n, d in ((n_query, dim), (n_key, dim), (n_key, width))
+    )
+    bias = torch.randn(n_query, n_key, dtype=dtype)
+    for seen in _supports(n_query, n_key):
+        for more in ({}, {"softcap": 3.0}, {"bias": bias}):
+
+            def run(backend: str, *of: Tensor, seen: object = seen, more: dict[str, object] = more) -> list[Tensor]:
+                extra = {k: v.to(of[0].dtype) if isinstance(v, Tensor) else v for k, v in more.items()}
+                with partita.backend(backend):
+                    out, stats = partita.attention(*of, support=seen, return_stats=True, **extra)
+                return [out, *stats[:4]]
+
+            given = (query, key, value)
+            truth = run("dense", *(x.double() for x in given))
+            naive = run("dense", *given)
+            for mine, plain, true in zip(run("native", *given), naive, truth, strict=True):
+                if dtype == torch.float64:
+                    assert_exact(mine, true)
+                else:
+                    assert_no_worse_than_naive(mine, plain, true)
+
+
+def test_many_heads_each_with_its_own_keys_and_keys_that_several_share() -> None:
+    torch.manual_seed(0)
+    key, value = torch.randn(2, 6, 700, 64), torch.randn(2, 6, 700, 64)
+    for heads in (6, 12):
+        query = torch.randn(2, heads, 1, 64)
+        out = partita.attention(query, key, value, enable_gqa=True)
+        truth = torch.nn.functional.scaled_dot_product_attention(
+            query.double(), key.double(), value.double(), enable_gqa=True
+        )
+        torch.testing.assert_close(out.double(), truth, atol=2e-6, rtol=1e-5)
+        assert torch.equal(out, partita.attention(query, key, value, enable_gqa=True))
+
+
+def test_a_copy_of_the_target_still_ties_with_it() -> None:
+    torch.manual_seed(1)
+    key = torch.randn(900, 64)
+    key[500] = key[20]
+    query = torch.randn(1, 64)
+    target = torch.tensor([20])
+    copy = torch.tensor([500])
+    gibbs = partita.Gibbs(query, key)
+    assert gibbs.target_rank(target).equal(gibbs.target_rank(copy))
