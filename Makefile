@@ -6,6 +6,7 @@ VENV     := .venv
 BIN      := $(VENV)/bin
 WORKERS  ?= 2
 BACKENDS ?= dense tiled native native-avx2 native-baseline
+SANITIZED ?= avx512 avx2 baseline
 
 # pip reads the first for the environment and, in older versions, for the isolated build too; newer ones read the second there.
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
@@ -83,9 +84,11 @@ sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built wit
 	rm -rf build/sanitize/site
 	$(BIN)/python -m pip install --quiet --no-deps --target build/sanitize/site \
 	  -C build-dir=build/sanitize/cmake -C cmake.define.PARTITA_SANITIZE=ON .
+	for isa in $(SANITIZED); do echo "== $$isa"; \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/site PARTITA_BACKEND=native \
-	  $(BIN)/python -m pytest -q --capture=sys $(FAST) tests/conformance tests/native tests/losses/test_linear.py tests/losses/test_contrastive.py
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/site PARTITA_BACKEND=native PARTITA_ISA=$$isa \
+	  $(BIN)/python -m pytest -q --capture=sys $(FAST) tests/conformance tests/native tests/losses/test_linear.py tests/losses/test_contrastive.py \
+	  || exit 1; done
 
 clean:           ## remove everything that was built
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache bench.jsonl
