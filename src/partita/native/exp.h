@@ -3,6 +3,8 @@
 // Inside the kernels scores are in base 2 (natural score times log2 e, folded into the query), which saves the range reduction
 // one multiplication and its second constant. `natural` and `binary` convert a peak there and back.
 #pragma once
+#include <cmath>
+
 #include "vec.h"
 
 namespace partita {
@@ -88,6 +90,41 @@ PARTITA_INLINE A exp2_one(A x) {
   Vec<A>::store(lane, exp2_bounded<A>(bounded<A>(Vec<A>::set(x))));
   return lane[0];
 }
+
+// log x for x >= 1, or NaN. A call of the library for each lane costs more than the sums of a short row.
+template <class A>
+PARTITA_INLINE typename Vec<A>::T log_above_one(typename Vec<A>::T x) {
+  using V = Vec<A>;
+  alignas(64) A lane[V::W];
+  V::store(lane, x);
+  for (int i = 0; i < V::W; ++i) lane[i] = std::log(lane[i]);
+  return V::load(lane);
+}
+#if defined(__AVX512F__)
+// x = m 2^e with m in [sqrt 1/2, sqrt 2); coefficients of log(1 + r) from Cephes, log 2 in two parts.
+template <>
+PARTITA_INLINE Vec<float>::T log_above_one<float>(Vec<float>::T x) {
+  using V = Vec<float>;
+  const V::T one = V::set(1.0f), root = V::set(1.41421356f);
+  V::T m = _mm512_maskz_getmant_ps(0xffff, x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+  V::T e = _mm512_maskz_getexp_ps(0xffff, x);
+  e = V::where_less(root, m, V::add(e, one), e);
+  m = V::where_less(root, m, V::mul(m, V::set(0.5f)), m);
+  const V::T r = V::sub(m, one), z = V::mul(r, r);
+  V::T p = V::set(7.0376836292e-2f);
+  p = V::fma(p, r, V::set(-1.1514610310e-1f));
+  p = V::fma(p, r, V::set(1.1676998740e-1f));
+  p = V::fma(p, r, V::set(-1.2420140846e-1f));
+  p = V::fma(p, r, V::set(1.4249322787e-1f));
+  p = V::fma(p, r, V::set(-1.6668057665e-1f));
+  p = V::fma(p, r, V::set(2.0000714765e-1f));
+  p = V::fma(p, r, V::set(-2.4999993993e-1f));
+  p = V::fma(p, r, V::set(3.3333331174e-1f));
+  V::T y = V::fma(e, V::set(-2.12194440e-4f), V::mul(V::mul(p, r), z));
+  y = V::fma(z, V::set(-0.5f), y);
+  return V::fma(e, V::set(0.693359375f), V::add(r, y));
+}
+#endif
 
 // tanh: a polynomial (rational in double) near 0, where 1 - 2 / (e^2x + 1) would cancel. Coefficients from Cephes.
 PARTITA_INLINE Vec<float>::T tanh_small(Vec<float>::T x) {

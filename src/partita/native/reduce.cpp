@@ -1,4 +1,6 @@
 // Forward, the driver: packing, tasks over threads, key splits merged in a fixed order. The arithmetic is in reduce.h.
+#include <initializer_list>
+
 #include "columns.h"
 #include "few.h"
 
@@ -62,6 +64,9 @@ template <class A>
 struct Totals {  // of W rows
   alignas(64) A mass[Vec<A>::W];
   A first[Vec<A>::W], spread[Vec<A>::W], ratio[Vec<A>::W], scale[Vec<A>::W];  // ratio: from the reference to the peak
+  A log_mass[Vec<A>::W], mean[Vec<A>::W], variance[Vec<A>::W];
+
+  Total<A> row(int i, A peak) const { return {peak, mass[i], first[i], spread[i], scale[i], log_mass[i], mean[i], variance[i]}; }
 };
 
 // The sums of rows r, r + 1, ... (W of them, the last one repeated) over their lanes.
@@ -73,8 +78,7 @@ void add_lanes(const Sums<A>& t, int64_t r, int64_t rows, bool moments, bool mea
   const auto lanes = [&](const A* of, int i) { return V::load(of + row(i) * V::W); };
   const T zero = V::set(0), one = V::set(1), total = fold<A, true>([&](int i) { return lanes(t.mass, i); });
   V::store(to.mass, total);
-  V::store(to.first, zero);
-  V::store(to.spread, zero);
+  for (A* x : {to.first, to.spread, to.log_mass, to.mean, to.variance}) V::store(x, zero);
   V::store(to.ratio, one);
   V::store(to.scale, mean ? V::where_less(zero, total, V::div(one, total), one) : one);
   if (!moments) return;
@@ -86,10 +90,16 @@ void add_lanes(const Sums<A>& t, int64_t r, int64_t rows, bool moments, bool mea
   const T about = recentre<A>(fold<A, true>([&](int i) { return lanes(t.second, i); }), linear, total, reference, V::load(centres), middle);
   // from the reference to the peak, whose own exponential is 1: rounding must not take the mass below it
   const T d = V::where_less(zero, total, V::sub(reference, V::load(peaks)), zero), ratio = exp2_bounded<A>(bounded<A>(d));
-  V::store(to.mass, V::where_less(zero, total, V::max(one, V::mul(ratio, total)), total));
-  V::store(to.first, V::mul(ratio, V::fma(d, total, linear)));
-  V::store(to.spread, V::where_less(zero, total, V::max(zero, V::mul(ratio, about)), zero));
+  const T mass = V::where_less(zero, total, V::max(one, V::mul(ratio, total)), total);
+  const T first = V::mul(ratio, V::fma(d, total, linear)), spread = V::where_less(zero, total, V::max(zero, V::mul(ratio, about)), zero);
+  const T ln2 = V::set(static_cast<A>(LN2)), by = V::where_less(zero, total, mass, one);  // sums of an empty row are 0
+  V::store(to.mass, mass);
+  V::store(to.first, first);
+  V::store(to.spread, spread);
   V::store(to.ratio, ratio);
+  V::store(to.log_mass, V::where_less(zero, total, log_above_one<A>(mass), zero));
+  V::store(to.mean, V::div(V::mul(first, ln2), by));
+  V::store(to.variance, V::div(V::mul(spread, V::mul(ln2, ln2)), by));
   if (!mean) V::store(to.scale, ratio);
 }
 
@@ -111,8 +121,7 @@ bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
       count = hi > lo ? hi - lo - (p.hole && row.index >= lo && row.index < hi) : 0;
     }
     if (task.partial < 0) {
-      const Total<A> total{t.peak[r], sum.mass[lane], sum.first[lane], sum.spread[lane], sum.scale[lane]};
-      fine &= finish_row<A>(p, call.to, row, total, t.moment + r * call.Vp, count, t.rank[r], t.target[r]);
+      fine &= finish_row<A>(p, call.to, row, sum.row(lane, t.peak[r]), t.moment + r * call.Vp, count, t.rank[r], t.target[r]);
     } else {
       A* part = call.partial + (task.partial + r) * (5 + call.Vp);
       part[0] = t.peak[r];
@@ -248,7 +257,9 @@ bool run_merge(const Call<A>& call, const Merge& merge, A* moment) {
     const int64_t f = merge.first + r;
     const Row row = make_row(call.p, call.plan.entries[call.plan.begin[merge.group] + f / call.p.Q], f % call.p.Q);
     const A target = call.partial[(merge.partial + r) * ld + 4];
-    const Total<A> total{peak, mass, first, spread, call.to.mean && mass > 0 ? 1 / mass : A(1)};
+    const A by = mass > 0 ? mass : A(1), ln2 = static_cast<A>(LN2);
+    const Total<A> total{peak, mass, first, spread, call.to.mean ? 1 / by : A(1), mass > 0 ? std::log(mass) : A(0), first * ln2 / by,
+                         spread * (ln2 * ln2) / by};
     fine &= finish_row<A>(call.p, call.to, row, total, moment, count, rank, target);
   }
   return fine;

@@ -4,9 +4,6 @@
 // rows the inner one (their scores stay in L1): product, softcap/bias/mask, peak, exponentials with mass, first and second,
 // then the product with the values. Sums over keys are kept one per vector lane until the row is finished.
 #pragma once
-#include <cmath>
-#include <cstdlib>
-
 #include "kernels.h"
 #include "tile.h"
 
@@ -263,7 +260,8 @@ inline A target_score(const Scores<A>& sc, const Row& row, const Rows& keys, con
 template <class A>
 struct Total {
   A peak, mass, first, spread;
-  A scale;  // what the moment is multiplied by to be a mean, or relative to the peak
+  A scale;                    // what the moment is multiplied by to be a mean, or relative to the peak
+  A log_mass, mean, variance;  // of the scores less the peak, in natural units
 };
 
 // One finished row, in natural units. The peak is given in double: backward must find the very number again that the sums
@@ -286,11 +284,10 @@ inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row
     A* out = static_cast<A*>(to.stats) + i;
     const int64_t rows = p.B * p.Q;
     const A top = static_cast<A>(natural);
-    const A mean = mass > 0 ? first / mass : A(0), log_mass = mass > 0 ? std::log(mass) : A(0);
-    out[0] = top + log_mass;
-    out[rows] = log_mass - mean;
-    out[2 * rows] = mass > 0 ? top + mean : A(0);
-    out[3 * rows] = mass > 0 ? spread / mass : A(0);
+    out[0] = top + of.log_mass;
+    out[rows] = of.log_mass - of.mean;
+    out[2 * rows] = mass > 0 ? top + of.mean : A(0);
+    out[3 * rows] = of.variance;
     out[4 * rows] = top;
   }
   A probe = mass * 0 + first * 0 + spread * 0;
