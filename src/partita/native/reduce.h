@@ -216,17 +216,16 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
       continue;
     }
     settle();
+    // A block is summed by itself: added one by one to a large sum, what is small would be rounded away.
+    Lanes<A> l{about, zero, zero, zero};
     if (moments) {
-      Lanes<A> l{about, V::load(mass), V::load(first), V::load(second)};
       exponentials<A, true, false>(s, s, c.begin, c.end, sure, l);
-      V::store(mass, l.mass);
-      V::store(first, l.first);
-      V::store(second, l.second);
+      V::store(first, V::add(V::load(first), l.first));
+      V::store(second, V::add(V::load(second), l.second));
     } else {
-      Lanes<A> l{about, V::load(mass), zero, zero};
       exponentials<A, false, false>(s, s, c.begin, c.end, sure, l);
-      V::store(mass, l.mass);
     }
+    V::store(mass, V::add(V::load(mass), l.mass));
   }
   settle();
 }
