@@ -23,7 +23,7 @@ def parse() -> tuple[tuple[str, ...], Options]:
     parser.add_argument("question", choices=(*QUESTIONS, "all"))
     parser.add_argument("--quick", action="store_true", help="tiny sizes, no bars: only to see that everything runs")
     parser.add_argument("--repeat", type=int, default=None, help="times per function, the best counts (default 9)")
-    parser.add_argument("--seconds", type=float, default=None, help="then go on with the close ones (default 3)")
+    parser.add_argument("--seconds", type=float, default=None, help="then go on with the close ones (default 6)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     parser.add_argument("--backend", default="auto", help="partita backend: auto, dense, tiled, native")
@@ -31,7 +31,7 @@ def parse() -> tuple[tuple[str, ...], Options]:
     given = parser.parse_args()
     questions = QUESTIONS if given.question == "all" else (given.question,)
     repeat = given.repeat if given.repeat is not None else (2 if given.quick else 9)
-    seconds = given.seconds if given.seconds is not None else (0.0 if given.quick else 3.0)
+    seconds = given.seconds if given.seconds is not None else (0.0 if given.quick else 6.0)
     if repeat < 1 or given.threads < 1:
         parser.error("--repeat and --threads must be at least 1")
     return questions, Options(given.quick, repeat, seconds, given.threads, given.only, given.backend, given.json)

@@ -117,7 +117,7 @@ def _stats(name: str, shape: tuple[int, ...], options: Options) -> list[Row]:
     q, k, v = (torch.randn(shape) for _ in range(3))
     off: Call = lambda: partita.attention(q, k, v)  # noqa: E731
     on: Call = lambda: partita.attention(q, k, v, return_stats=True)  # noqa: E731
-    longer = replace(options, seconds=5 * options.seconds)  # three per cent are to be told apart
+    longer = replace(options, seconds=3 * options.seconds)  # three per cent are to be told apart
     with torch.no_grad():
         return compare(
             "attention", name, on, {"partita without stats": off}, longer, bars={"partita without stats": STATS_BAR}

@@ -31,7 +31,7 @@ class Options:
 
     quick: bool = False
     repeat: int = 9
-    seconds: float = 3.0
+    seconds: float = 6.0
     threads: int = 2
     only: str = ""
     backend: str = "auto"
