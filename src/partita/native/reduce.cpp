@@ -1,8 +1,11 @@
-// Forward, the driver: packing, tasks over threads, key splits merged in a fixed order. The arithmetic is in reduce.h.
-#include <initializer_list>
-
+// Forward: the sums of each row over its visible keys, relative to the row's peak.
+//
+// A task is a block of rows against a range of keys. Key blocks are the outer loop (a block stays in L2), register tiles of
+// rows the inner one (their scores stay in L1): product, softcap/bias/mask, then peak, exponentials and their sums (soften.h),
+// then the product with the values. Ranges of keys are merged in a fixed order.
 #include "columns.h"
 #include "few.h"
+#include "finish.h"
 
 namespace partita {
 namespace PARTITA_ISA {
@@ -31,6 +34,31 @@ struct Call {
   }
 };
 
+// The score of one row's target with the roundings of the tile, so that a copy of the target's key ties with it.
+template <class A>
+inline A target_score(const Scores<A>& sc, const Row& row, const Rows& keys, const A* query, int64_t step, A* temp) {
+  using V = Vec<A>;
+  const PartitaProblem& p = *sc.problem;
+  const int64_t j = row.target;
+  if (j < 0 || j >= p.K || !visible(p, row, j)) return neg_inf<A>();
+  convert_row<A>(keys.data, j * keys.row, keys.dtype, p.D, p.D, A(1), temp);
+  typename V::T total = V::set(0);
+  for (int64_t k = 0; k < p.D; k += CHAIN) {
+    typename V::T acc = V::set(0);
+    for (int64_t i = k; i < p.D && i < k + CHAIN; ++i) acc = V::fma(V::set(query[i * step]), V::set(temp[i]), acc);
+    total = k ? V::add(total, acc) : acc;
+  }
+  alignas(64) A s[16], bias[16];
+  V::store(s, total);
+  const Run runs[2] = {{0, V::W}, {V::W, V::W}};
+  Cover c;
+  c.runs = 1;
+  c.end = V::W;
+  c.whole = true;
+  finish_scores<A, Vec<A>::W>(sc, &row, 1, j, c, runs, s, bias, nullptr);
+  return s[0];
+}
+
 template <class A>
 void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles) {
   constexpr int W = Vec<A>::W, L = Shape<A>::LANES;
@@ -58,49 +86,6 @@ void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles
     if (p.target.data)
       for (int64_t r = a; r < b; ++r) t.target[r] = target_score<A>(call.sc, t.row[r], keys, query + (r - a), L, t.temp);
   }
-}
-
-template <class A>
-struct Totals {  // of W rows
-  alignas(64) A mass[Vec<A>::W];
-  A first[Vec<A>::W], spread[Vec<A>::W], ratio[Vec<A>::W], scale[Vec<A>::W];  // ratio: from the reference to the peak
-  A log_mass[Vec<A>::W], mean[Vec<A>::W], variance[Vec<A>::W];
-
-  Total<A> row(int i, A peak) const { return {peak, mass[i], first[i], spread[i], scale[i], log_mass[i], mean[i], variance[i]}; }
-};
-
-// The sums of rows r, r + 1, ... (W of them, the last one repeated) over their lanes.
-template <class A>
-void add_lanes(const Sums<A>& t, int64_t r, int64_t rows, bool moments, bool mean, Totals<A>& to) {
-  using V = Vec<A>;
-  using T = typename V::T;
-  const auto row = [&](int i) { return r + i < rows ? r + i : rows - 1; };
-  const auto lanes = [&](const A* of, int i) { return V::load(of + row(i) * V::W); };
-  const T zero = V::set(0), one = V::set(1), total = fold<A, true>([&](int i) { return lanes(t.mass, i); });
-  V::store(to.mass, total);
-  for (A* x : {to.first, to.spread, to.log_mass, to.mean, to.variance}) V::store(x, zero);
-  V::store(to.ratio, one);
-  V::store(to.scale, mean ? V::where_less(zero, total, V::div(one, total), one) : one);
-  if (!moments) return;
-  const T linear = fold<A, true>([&](int i) { return lanes(t.first, i); });
-  alignas(64) A peaks[V::W], references[V::W], centres[V::W];
-  for (int i = 0; i < V::W; ++i) peaks[i] = t.peak[row(i)], references[i] = t.reference[row(i)], centres[i] = t.centre[row(i)];
-  const T reference = V::load(references), middle = V::add(reference, V::div(linear, total));
-  // from the centre to the mean: what is taken off is small, since they are near each other
-  const T about = recentre<A>(fold<A, true>([&](int i) { return lanes(t.second, i); }), linear, total, reference, V::load(centres), middle);
-  // from the reference to the peak, whose own exponential is 1: rounding must not take the mass below it
-  const T d = V::where_less(zero, total, V::sub(reference, V::load(peaks)), zero), ratio = exp2_bounded<A>(bounded<A>(d));
-  const T mass = V::where_less(zero, total, V::max(one, V::mul(ratio, total)), total);
-  const T first = V::mul(ratio, V::fma(d, total, linear)), spread = V::where_less(zero, total, V::max(zero, V::mul(ratio, about)), zero);
-  const T ln2 = V::set(static_cast<A>(LN2)), by = V::where_less(zero, total, mass, one);  // sums of an empty row are 0
-  V::store(to.mass, mass);
-  V::store(to.first, first);
-  V::store(to.spread, spread);
-  V::store(to.ratio, ratio);
-  V::store(to.log_mass, V::where_less(zero, total, log_above_one<A>(mass), zero));
-  V::store(to.mean, V::div(V::mul(first, ln2), by));
-  V::store(to.variance, V::div(V::mul(spread, V::mul(ln2, ln2)), by));
-  if (!mean) V::store(to.scale, ratio);
 }
 
 template <class A>

@@ -5,7 +5,8 @@
 //   dloss / ds_j = p_j (nll + 2 square log Z - spread (c_j - E[c])) - nll [j = target]
 #include <cmath>
 
-#include "reduce.h"
+#include "exp.h"
+#include "kernels.h"
 
 namespace partita {
 namespace PARTITA_ISA {

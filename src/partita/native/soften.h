@@ -1,8 +1,7 @@
-// Forward: the sums of each row over its visible keys, relative to the row's peak.
+// From scores to exponentials and the sums of each row over its visible keys.
 //
-// A task is a block of rows against a range of keys. Key blocks are the outer loop (a block stays in L2), register tiles of
-// rows the inner one (their scores stay in L1): product, softcap/bias/mask, peak, exponentials with mass, first and second,
-// then the product with the values. Sums over keys are kept one per vector lane until the row is finished.
+// Sums over keys are kept one per vector lane until the row is finished. They are relative to the row's peak or, once it is
+// known where most of the mass lies, to the mean of those scores.
 #pragma once
 #include "kernels.h"
 #include "tile.h"
@@ -228,83 +227,6 @@ inline void soften(const Scores<A>& sc, Sums<A>& t, int64_t at, int m, const Cov
     V::store(mass, V::add(V::load(mass), l.mass));
   }
   settle();
-}
-
-// The score of one row's target with the roundings of the tile, so that a copy of the target's key ties with it.
-template <class A>
-inline A target_score(const Scores<A>& sc, const Row& row, const Rows& keys, const A* query, int64_t step, A* temp) {
-  using V = Vec<A>;
-  const PartitaProblem& p = *sc.problem;
-  const int64_t j = row.target;
-  if (j < 0 || j >= p.K || !visible(p, row, j)) return neg_inf<A>();
-  convert_row<A>(keys.data, j * keys.row, keys.dtype, p.D, p.D, A(1), temp);
-  typename V::T total = V::set(0);
-  for (int64_t k = 0; k < p.D; k += CHAIN) {
-    typename V::T acc = V::set(0);
-    for (int64_t i = k; i < p.D && i < k + CHAIN; ++i) acc = V::fma(V::set(query[i * step]), V::set(temp[i]), acc);
-    total = k ? V::add(total, acc) : acc;
-  }
-  alignas(64) A s[16], bias[16];
-  V::store(s, total);
-  const Run runs[2] = {{0, V::W}, {V::W, V::W}};
-  Cover c;
-  c.runs = 1;
-  c.end = V::W;
-  c.whole = true;
-  finish_scores<A, Vec<A>::W>(sc, &row, 1, j, c, runs, s, bias, nullptr);
-  return s[0];
-}
-
-// The sums of one row over all its keys, relative to its peak; the spread is about its mean.
-template <class A>
-struct Total {
-  A peak, mass, first, spread;
-  A scale;                    // what the moment is multiplied by to be a mean, or relative to the peak
-  A log_mass, mean, variance;  // of the scores less the peak, in natural units
-};
-
-// One finished row, in natural units. The peak is given in double: backward must find the very number again that the sums
-// are relative to.
-template <class A>
-inline bool finish_row(const PartitaProblem& p, const PartitaSums& to, const Row& row, const Total<A>& of, const A* moment,
-                       int64_t count, int64_t rank, A target) {
-  using V = Vec<A>;
-  const A ln2 = static_cast<A>(LN2), mass = of.mass, first = of.first * ln2, spread = of.spread * (ln2 * ln2);
-  const double natural = static_cast<double>(of.peak) * LN2;
-  const int64_t i = row.out;
-  static_cast<double*>(to.peak)[i] = natural;
-  static_cast<A*>(to.mass)[i] = mass;
-  if (to.first) static_cast<A*>(to.first)[i] = first;
-  if (to.second) static_cast<A*>(to.second)[i] = spread;
-  if (to.count) static_cast<A*>(to.count)[i] = static_cast<A>(count);
-  if (to.rank) to.rank[i] = rank;
-  if (to.target_score) static_cast<A*>(to.target_score)[i] = static_cast<A>(static_cast<double>(target) * LN2);  // rounds as the peak does
-  if (to.stats) {
-    A* out = static_cast<A*>(to.stats) + i;
-    const int64_t rows = p.B * p.Q;
-    const A top = static_cast<A>(natural);
-    out[0] = top + of.log_mass;
-    out[rows] = of.log_mass - of.mean;
-    out[2 * rows] = mass > 0 ? top + of.mean : A(0);
-    out[3 * rows] = of.variance;
-    out[4 * rows] = top;
-  }
-  A probe = mass * 0 + first * 0 + spread * 0;
-  if (of.peak > neg_inf<A>()) probe += of.peak * 0;
-  if (to.moment) {
-    A* out = static_cast<A*>(to.moment) + to.moment_offset[row.entry] + row.index * to.moment_row;
-    const typename V::T zero = V::set(0), by = V::set(of.scale);
-    typename V::T bad = zero;
-    int64_t v = 0;
-    for (; v + V::W <= p.V; v += V::W) {
-      const typename V::T x = V::mul(V::load(moment + v), by);
-      bad = V::fma(x, zero, bad);
-      V::store(out + v, x);
-    }
-    probe += V::sum(bad);
-    for (; v < p.V; ++v) probe += (out[v] = moment[v] * of.scale) * 0;
-  }
-  return probe == 0;
 }
 
 }  // namespace PARTITA_ISA
