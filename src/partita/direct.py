@@ -47,9 +47,8 @@ def attend(
     batch, n_query, n_key = query.shape[:-2], query.shape[-2], key.shape[-2]
     terms = support.causal().bind(n_query, n_key, tuple(batch), query.device) if causal else ()
     sharp = torch.full((1,) * (len(batch) + 1), scale, dtype=query.dtype)
-    found = native.reduce(
-        query, key, value, sharp, None, None, terms, None, moments=statistics, rank=False, mean=True, as_query=True
-    )
+    given = (query, key, value, sharp, None, None, terms, None)
+    found = native.reduce(*given, moments=statistics, rank=False, mean=True, as_query=True, last=True)
     if found is None or found.moment is None:
         return None
     mean, stats = found.moment, statistics_of(found)

@@ -24,7 +24,7 @@ from partita.engine.native_operands import NOTHING, Call, Term, offsets, prepare
 
 __all__ = ["ColumnSums", "Gradients", "Library", "Sums", "load", "reduce", "reduce_backward", "why_not"]
 
-_SUMS = struct.Struct("16q")
+_SUMS = struct.Struct("13q2i2q")
 _GRADIENTS = struct.Struct("23q")
 _FINITE, _NOT_FINITE, _NO_MEMORY = 0, 1, 2
 
@@ -100,11 +100,13 @@ def reduce(
     rank: bool,
     mean: bool = False,
     as_query: bool = False,
+    last: bool = False,
     columns: ColumnSums | None = None,
 ) -> Sums | None:
     """Row sums over the visible keys; None where a result is not finite.
 
-    `mean` divides the moment by the mass, in the same pass; `as_query` lets it lie in memory as the query does.
+    `mean` divides the moment by the mass, in the same pass; `as_query` lets it lie in memory as the query does; `last`
+    says that no backward pass follows, which would need scores with the very same roundings.
     With `columns`, the sums of every key over the rows that see it are written there, from the same products.
 
     A NaN or infinity in a key or value that some row may not see can end up in that row (0 * NaN), so a result that is
@@ -127,7 +129,7 @@ def reduce(
         strides = moment.stride()
         table = offsets(call.batch, call.batch, strides[:-2])
         where = table.data_ptr(), strides[-2]
-    outcome = handle.partita_reduce(problem, _SUMS.pack(*map(_address, outputs), _address(stats), mean, *where))
+    outcome = handle.partita_reduce(problem, _SUMS.pack(*map(_address, outputs), _address(stats), mean, last, *where))
     if outcome == _NO_MEMORY:
         raise MemoryError("the native backend could not allocate its scratch memory")
     return Sums(peak, mass, first, spread, moment, count, score, ranks, stats) if outcome == _FINITE else None

@@ -85,6 +85,7 @@ def forward(request: Request) -> Sums:
         rank=request.rank,
         mean=request.mean,
         as_query=request.as_query,
+        last=request.last,
     )
     if found is None:
         return tiled.forward(request)

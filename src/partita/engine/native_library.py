@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch  # noqa: F401  (its OpenMP runtime must be there before the library asks for one)
 
-_VERSION = 4
+_VERSION = 5
 _NAME = "libpartita_native.so"
 _FUNCTIONS = {
     "reduce": 2,

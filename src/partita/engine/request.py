@@ -44,6 +44,7 @@ class Request:
     statistics: bool = True  # first and second moments of the score
     mean: bool = False  # E[value] is wanted, not the moment it comes from
     as_query: bool = False  # and may lie in memory as the query does, as torch's own attention gives it
+    last: bool = False  # no backward pass follows, which would need the same scores to the last bit
 
     @property
     def n_query(self) -> int:

@@ -35,7 +35,8 @@ struct PartitaSums {
   int64_t* rank;
   void *col_peak, *col_mass, *col_first, *col_second;  // (K) sums over rows, all or none; only where B is 1
   void* stats;   // (5, B, Q): log Z, entropy, mean, variance and maximum of the score
-  int64_t mean;  // moment is given divided by the mass: the mean value
+  int32_t mean;  // moment is given divided by the mass: the mean value
+  int32_t last;  // no backward pass follows, which would have to find the same scores again, to the last bit
   const int64_t* moment_offset;
   int64_t moment_row;
 };

@@ -258,8 +258,8 @@ int32_t reduce_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& 
   // Values are read as they lie, unless that needs a conversion or rows so far apart that they share a few cache sets.
   const bool crowded = p.value.row > p.V && p.value.row * static_cast<int64_t>(sizeof(A)) % 4096 == 0;
   call.pack_value = to.moment && (p.dtype != (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64) || p.V % W != 0 || crowded);
-  // The score of a target is made as those of a register block are, so that copies of it tie.
-  call.few = plan.rows <= FEW && p.D >= W && p.D <= FEW_DIM && !plan.prepacked && !p.target.data && !to.col_peak &&
+  // The score of a target is made as those of a register block are, so that copies of it tie; so are those of a backward pass.
+  call.few = to.last && plan.rows <= FEW && p.D >= W && p.D <= FEW_DIM && !plan.prepacked && !p.target.data && !to.col_peak &&
              p.dtype == (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64);
   call.packed_group = call.panels * P * (p.D + (call.pack_value ? call.Vp : 0));
 
