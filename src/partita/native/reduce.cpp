@@ -155,7 +155,8 @@ bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed
   const int64_t hi = seen.hi > task.key_end ? task.key_end : seen.hi;
 
   alignas(64) A query[FEW * FEW_DIM];
-  for (int64_t r = 0; call.few && r < task.rows; ++r) spread_query<A>(t.query + r, L, p.D, query + r * FEW_DIM);
+  if (call.few)
+    for (int64_t r = 0; r < task.rows; ++r) spread_query<A>(t.query + r, L, p.D, query + r * FEW_DIM);
 
   for (int64_t key = lo; key < hi; key += KEYS) {
     const int64_t end = key + KEYS < p.K ? key + KEYS : p.K, used = end < hi ? end : hi;
@@ -187,9 +188,11 @@ bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed
       if (!c.runs) continue;
       for (int u = 0; u < c.runs; ++u) {
         const Run run = runs[u];
-        if (!call.few) score<A, LD>(m, p.D, t.query + i * p.D * L, panels + run.begin * p.D, (run.end - run.begin) / P, t.score + run.begin);
-        for (int r = 0; call.few && r < m; ++r)
-          score_few<A>(query + r * FEW_DIM, p.D, call.keys(task.group), key + run.begin, run.end - run.begin, p.K, t.score + r * LD + run.begin);
+        if (call.few)
+          for (int r = 0; r < m; ++r)
+            score_few<A>(query + r * FEW_DIM, p.D, call.keys(task.group), key + run.begin, run.end - run.begin, p.K, t.score + r * LD + run.begin);
+        else
+          score<A, LD>(m, p.D, t.query + i * p.D * L, panels + run.begin * p.D, (run.end - run.begin) / P, t.score + run.begin);
       }
       if (!call.sc.plain || !c.whole) finish_scores<A, LD>(call.sc, t.row + at, m, key, c, runs, t.score, t.temp, nullptr);
       if (call.to.col_peak) add_columns<A, LD>(t.score, m, c.begin, c.end, key, columns);
@@ -198,10 +201,11 @@ bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed
       if (!value) continue;
       for (int u = 0; u < c.runs; ++u) {
         const int64_t begin = runs[u].begin, n = (runs[u].end < c.last ? runs[u].end : c.last) - begin;
-        if (!call.few)
+        if (call.few)
+          for (int r = 0; r < m; ++r)
+            accumulate_few<A>(n, t.score + r * LD + begin, value + begin * ldv, ldv, call.Vp, t.moment + r * call.Vp, u ? A(1) : keep[r]);
+        else
           accumulate<A, 1, LD>(m, n, t.score + begin, value + begin * ldv, ldv, call.Vp, t.moment + at * call.Vp, call.Vp, u ? nullptr : keep);
-        for (int r = 0; call.few && r < m; ++r)
-          accumulate_few<A>(n, t.score + r * LD + begin, value + begin * ldv, ldv, call.Vp, t.moment + r * call.Vp, u ? A(1) : keep[r]);
       }
     }
   }
