@@ -142,7 +142,7 @@ def test_every_module_lists_its_public_names():
     import pkgutil
 
     for module in pkgutil.iter_modules(partita.__path__, "partita."):
-        if module.name.rsplit(".", 1)[-1] in ("support", "scale", "engine", "gibbs", "errors", "attention", "losses"):
+        if module.name.rsplit(".", 1)[-1] in ("support", "scale", "engine", "gibbs", "errors", "attn", "losses"):
             loaded = importlib.import_module(module.name)
             for name in loaded.__all__:
                 assert hasattr(loaded, name), f"{module.name}.{name}"

@@ -18,7 +18,6 @@ LAYERS = {
     "reference": 0,
     "_overrides": 0,
     "_checks": 1,
-    "_terms": 2,
     "support": 2,
     "scale": 2,
     "engine": 3,
@@ -29,7 +28,7 @@ LAYERS = {
     "direct": 4,
     "losses": 5,
     "contrastive": 5,
-    "attention": 5,
+    "attn": 5,
     "theory": 5,
     "metrics": 5,
     "calibration": 5,
@@ -38,15 +37,15 @@ LAYERS = {
     "hf": 6,
     "interception": 6,
     "adapters": 6,
-    "watch": 7,
+    "monitor": 7,
     "lab": 8,
     "__main__": 9,
 }
 # In one layer, who stands on whom: supports are made of terms, scales count a support, a distribution solves its scale,
 # the rows of a loss are read off a distribution.
 BESIDE = {
-    ("support", "_terms"),
-    ("scale", "_terms"),
+    ("support", "engine"),
+    ("scale", "engine"),
     ("scale", "support"),
     ("gibbs", "solve"),
     ("rows", "gibbs"),
@@ -55,8 +54,8 @@ BESIDE = {
     ("distributed", "rows"),
 }
 # Faces read a distribution and never its engine, but the two types that their signatures name.
-FACES = ("losses", "contrastive", "attention", "theory", "metrics")
-PUBLIC_TYPES = {"Stats", "State"}
+FACES = ("losses", "contrastive", "attn", "theory", "metrics")
+PUBLIC_TYPES = {"Stats", "State", "Term", "conjunction"}
 
 
 def files() -> list[Path]:
@@ -134,7 +133,7 @@ def test_faces_know_the_distribution_not_the_engine(path):
         assert target not in FACES or target == part_of(path), f"{path.name}:{line} imports another face, {target}"
 
 
-@pytest.mark.parametrize("name", ["losses", "contrastive", "attention"])
+@pytest.mark.parametrize("name", ["losses", "contrastive", "attn"])
 def test_faces_never_call_exp_max_or_softmax(name):
     """Stability and the empty row belong to the engine."""
     places = [*SOURCE.glob(f"{name}.py"), *SOURCE.glob(f"{name}/**/*.py")]
@@ -169,7 +168,7 @@ def _without_type_checking(tree: ast.Module) -> ast.Module:
 def test_torch_is_the_only_dependency_below_lab():
     allowed = {"torch", "partita", *sys.stdlib_module_names}
     for path in files():
-        if part_of(path) in ("lab", "hf", "watch", "adapters"):
+        if part_of(path) in ("lab", "hf", "monitor", "adapters"):
             continue
         for node in ast.walk(_without_type_checking(ast.parse(path.read_text()))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

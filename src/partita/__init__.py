@@ -8,12 +8,11 @@ Names are loaded when first used, so that importing partita costs nothing and th
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from partita import adapters as adapters
+    from partita import attn as attn
     from partita import contrastive as contrastive
     from partita import distributed as distributed
     from partita import engine as engine
@@ -21,11 +20,12 @@ if TYPE_CHECKING:
     from partita import hf as hf
     from partita import losses as losses
     from partita import metrics as metrics
+    from partita import monitor as monitor
     from partita import nn as nn
     from partita import scale as scale
     from partita import support as support
     from partita import theory as theory
-    from partita.attention import attention as attention
+    from partita.attn import attention as attention
     from partita.calibration import fit_temperature as fit_temperature
     from partita.contrastive import ContrastStats as ContrastStats
     from partita.contrastive import clip_loss as clip_loss
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from partita.losses import mse_loss as mse_loss
     from partita.losses import nce_loss as nce_loss
     from partita.losses import weighted_cross_entropy as weighted_cross_entropy
+    from partita.monitor import load_record as load_record
+    from partita.monitor import watch as watch
     from partita.solve import solve_scale as solve_scale
     from partita.theory import mutual_information_bound as mutual_information_bound
-    from partita.watch import load_record as load_record
-    from partita.watch import watch as watch
 
 __version__ = "0.1.0"
 
@@ -65,7 +65,7 @@ _HOME = {
     "LossStats": "losses",
     "State": "engine",
     "Stats": "engine",
-    "attention": "attention",
+    "attention": "attn",
     "backend": "engine",
     "backends": "engine",
     "clip_loss": "contrastive",
@@ -78,7 +78,7 @@ _HOME = {
     "joint_loss": "contrastive",
     "linear_cross_entropy": "losses",
     "linear_distillation_loss": "losses",
-    "load_record": "watch",
+    "load_record": "monitor",
     "mae_loss": "losses",
     "merge": "engine",
     "mse_loss": "losses",
@@ -89,11 +89,12 @@ _HOME = {
     "siglip_loss": "contrastive",
     "solve_scale": "solve",
     "supcon_loss": "contrastive",
-    "watch": "watch",
+    "watch": "monitor",
     "weighted_cross_entropy": "losses",
 }
 _MODULES = (
     "adapters",
+    "attn",
     "contrastive",
     "distributed",
     "engine",
@@ -101,6 +102,7 @@ _MODULES = (
     "hf",
     "losses",
     "metrics",
+    "monitor",
     "nn",
     "scale",
     "support",
@@ -122,14 +124,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
-
-
-class _Package(ModuleType):
-    """A package whose public names win over submodules of the same name: `partita.attention` is the function."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from partita import _terms, engine
+from partita import engine
 from partita._checks import broadcast
 from partita.engine import Request, State, Stats, Sums
+from partita.engine import terms as _terms
 from partita.errors import ValueRangeError
 from partita.scale import Policy, TargetEntropy
 from partita.solve import as_mask, solve_scale

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from partita import scale as scales
 from partita import support as supports
-from partita.attention import attention
+from partita.attn import attention
 from partita.engine import Stats
 from partita.errors import ValueRangeError
 from partita.scale import Policy, TargetEntropy

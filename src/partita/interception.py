@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from partita.attention import attention
+from partita.attn import attention
 from partita.scale import Policy
 
 __all__ = ["replace_sdpa"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from partita import _terms
 from partita._checks import check_pair, check_positive
+from partita.engine import terms as _terms
 from partita.errors import ShapeError, ValueRangeError
 from partita.support import Support
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from partita import _checks, _terms, engine
+from partita import _checks, engine
 from partita.engine import State
+from partita.engine import terms as _terms
 from partita.engine.state import product
 from partita.errors import ShapeError, ValueRangeError
 from partita.support import Support, mask

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita import _terms
 from partita._checks import check_bool, check_index_dtype, has_values, shape_text
-from partita._terms import Term
+from partita.engine import terms as _terms
+from partita.engine.terms import Term
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 
 __all__ = ["Support", "all", "causal", "lengths", "mask", "not_self", "segments", "window"]

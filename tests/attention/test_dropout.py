@@ -7,7 +7,7 @@ import torch
 
 import partita
 from partita import support
-from partita.attention import rows
+from partita.attn import rows
 from partita.scale import LogLength
 
 

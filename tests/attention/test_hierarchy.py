@@ -7,7 +7,7 @@ import torch
 
 import partita
 from partita import support
-from partita.attention import ALiBi, blockwise_attention, hierarchical_attention, segmented_attention
+from partita.attn import ALiBi, blockwise_attention, hierarchical_attention, segmented_attention
 from partita.errors import ShapeError, ValueRangeError
 from partita.scale import LogLength
 

@@ -11,7 +11,7 @@ import torch.nn as tnn
 
 import partita
 from partita import nn, scale, support
-from partita.attention import RelativeBias
+from partita.attn import RelativeBias
 from partita.errors import ShapeError, ValueRangeError
 
 OPTIONS = [

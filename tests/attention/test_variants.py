@@ -9,7 +9,7 @@ import torch
 
 import partita
 from partita import support
-from partita.attention import (
+from partita.attn import (
     ALiBi,
     RelativeBias,
     ScaleInvariant,

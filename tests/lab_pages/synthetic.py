@@ -7,7 +7,7 @@ import math
 import random
 from array import array
 
-from partita.watch.record import COLUMNS, Block, Record, Site
+from partita.monitor.record import COLUMNS, Block, Record, Site
 
 HOSTILE = '</script><img src=x onerror="alert(1)">"\'`<!-- ]]> \u2028 \U0001f9e8 '
 

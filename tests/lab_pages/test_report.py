@@ -14,8 +14,8 @@ import pytest
 import synthetic
 
 from partita.lab.report import notebook, pack, render, write
-from partita.watch.findings import find
-from partita.watch.record import Record
+from partita.monitor.findings import find
+from partita.monitor.record import Record
 
 RECORDS: dict[str, Callable[[], Record]] = {
     "healthy": synthetic.record,

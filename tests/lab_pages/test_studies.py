@@ -17,7 +17,7 @@ from partita.lab.draw import svg
 from partita.lab.figure import Figure, Line, Panel
 from partita.lab.report import render, write
 from partita.lab.report.studies import KIND, LARGEST, gather
-from partita.watch.record import Record, load_record
+from partita.monitor.record import Record, load_record
 
 EVIL = synthetic.HOSTILE
 

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from partita._terms import Term
+from partita.engine.terms import Term
 
 from .dense import Case
 

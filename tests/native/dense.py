@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita._terms import Term
+from partita.engine.terms import Term
 
 
 @dataclass(frozen=True)

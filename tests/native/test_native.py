@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partita
-from partita._terms import Term
 from partita.engine import native, native_losses
+from partita.engine.terms import Term
 from tests.tolerances import assert_exact, assert_no_worse_than_naive
 
 from . import dense

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from partita import _checks
-from partita._terms import Term
+from partita.engine.terms import Term
 from partita.errors import ShapeError
 from partita.support import Support
 

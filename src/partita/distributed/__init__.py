@@ -18,7 +18,6 @@ from __future__ import annotations
 # DDP and optimizers do late. Its threads then outlive destroy_process_group, and abort Python's exit if they are busy.
 import torch.distributed.nn  # noqa: F401
 
-from partita._terms import Term
 from partita.distributed.agree import Fact, joint_checks, meet
 from partita.distributed.count import count_above
 from partita.distributed.layout import Cut, Layout, gather, shard
@@ -27,6 +26,7 @@ from partita.distributed.passes import Ring, View
 from partita.distributed.team import Team, Zigzag, check_alone, for_ddp, replicate, team_of, zigzag
 from partita.distributed.travel import Traffic, pass_on, traffic, wait
 from partita.engine import Sums
+from partita.engine.terms import Term
 
 __all__ = [
     "Cut",

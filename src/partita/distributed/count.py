@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partita._terms import Term
 from partita.distributed.parts import cut_keys
 from partita.engine import Request, registry
+from partita.engine.terms import Term
 
 __all__ = ["count_above"]
 

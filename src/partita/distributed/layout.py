@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from partita import _checks
-from partita._terms import Term, conjunction, visible
 from partita.distributed.agree import Fact, joint_checks, meet
 from partita.distributed.team import Team, team_of
+from partita.engine.terms import Term, conjunction, visible
 from partita.errors import ShapeError
 
 __all__ = ["Cut", "Layout", "gather", "shard"]

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita._terms import Term
 from partita.distributed.layout import Cut
 from partita.engine import Request
+from partita.engine.terms import Term
 
 __all__ = ["Parts", "Place", "cut_keys", "cut_terms", "places", "steps"]
 

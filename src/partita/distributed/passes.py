@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from partita import engine
-from partita._terms import Term
 from partita.distributed.ring import Job, Piece, run
 from partita.distributed.team import Team
 from partita.engine import Request, State, Sums
+from partita.engine.terms import Term
 from partita.support import Support
 
 __all__ = ["Ring", "View"]

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from partita._terms import Term
 from partita.distributed.count import count_above
 from partita.distributed.parts import Parts, Place, cut_terms, places
 from partita.distributed.team import Team
 from partita.distributed.travel import Homeward, Visit, visits
 from partita.engine import Request, State, registry
+from partita.engine.terms import Term
 from partita.engine.tile import Upstream
 
 __all__ = ["Job", "Piece", "run"]

@@ -13,10 +13,10 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from partita import _terms
 from partita._checks import check_positive
-from partita._terms import Term
+from partita.engine import terms as _terms
 from partita.engine.request import Request
+from partita.engine.terms import Term
 
 __all__ = ["Grid", "tile_shape"]
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from partita._checks import broadcast
-from partita._terms import Term, window_mask
 from partita.engine import native, tiled
 from partita.engine.request import Request
 from partita.engine.state import State, Stats
+from partita.engine.terms import Term, window_mask
 from partita.engine.tile import Upstream
 from partita.engine.tiled import Sums
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, library
 
-from partita._terms import unpack
 from partita.engine import registry
 from partita.engine.request import Request
 from partita.engine.state import autocasts
+from partita.engine.terms import unpack
 from partita.engine.tile import Upstream
 
 __all__ = ["OPERANDS", "Plan", "no_autocast", "reduce", "reduce_backward", "request_of", "whole_upstream"]

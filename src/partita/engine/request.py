@@ -10,15 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from partita import _checks
-from partita._terms import Term
 from partita.engine.state import autocasts
+from partita.engine.terms import Term
 from partita.errors import DtypeError, ShapeError, ValueRangeError
-from partita.support import Support
+
+if TYPE_CHECKING:
+    from partita.support import Support
 
 __all__ = ["Request", "accumulation_dtype", "build", "extend", "output_dtype"]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from partita._terms import pack
 from partita.engine import registry
 from partita.engine.derivatives import Forward
 from partita.engine.ops import Plan, no_autocast, reduce
 from partita.engine.request import Request
 from partita.engine.state import State, Stats
+from partita.engine.terms import pack
 from partita.engine.tiled import Sums
 
 __all__ = ["nobody_differentiates", "nobody_looks", "run"]

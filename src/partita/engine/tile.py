@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from partita._checks import has_values
-from partita._terms import cut
 from partita.engine.request import Request
 from partita.engine.state import LOWEST, State, centre, product
+from partita.engine.terms import cut
 
 __all__ = ["Clean", "Operands", "gradients", "row_slice", "scores", "sums"]
 

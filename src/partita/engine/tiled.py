@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita._terms import cut
 from partita.engine.grid import Grid
 from partita.engine.request import Request
 from partita.engine.state import State
+from partita.engine.terms import cut
 from partita.engine.tile import Clean, Operands, Upstream, gradients, row_slice, scores, sums
 
 __all__ = ["Sums", "backward", "forward", "second_order"]

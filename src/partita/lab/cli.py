@@ -135,7 +135,7 @@ def say(findings: Sequence[Any], limit: int = 20) -> None:
 def verdict(findings: Sequence[Any], level: str | None) -> int:
     if level is None:
         return FINE
-    from partita.watch.findings import at_or_above
+    from partita.monitor.findings import at_or_above
 
     return FOUND if at_or_above(list(findings), level) else FINE
 
@@ -192,8 +192,8 @@ def run_study(rest: list[str]) -> int:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    from partita.watch.findings import find
-    from partita.watch.record import RecordError, load_record
+    from partita.monitor.findings import find
+    from partita.monitor.record import RecordError, load_record
 
     def load(path: Path) -> Any:
         if path.is_dir():
@@ -220,7 +220,7 @@ def run_report(options: argparse.Namespace) -> int:
     path = record.report(options.out, other)
     findings = find(record)
     if options.json:
-        from partita.watch.record import clean
+        from partita.monitor.record import clean
 
         print(json.dumps({"report": str(path), "findings": [clean(f.as_dict()) for f in findings]}, allow_nan=False))
     else:

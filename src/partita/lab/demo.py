@@ -19,8 +19,8 @@ from partita.lab.cli import FINE, INTERRUPTED, UsageError
 from partita.lab.demo_encoder import load_text, watch_encoder
 from partita.lab.demo_model import Sizes, train_policies
 from partita.lab.report.studies import KIND, gather
-from partita.watch import Record
-from partita.watch.findings import Finding, find
+from partita.monitor import Record
+from partita.monitor.findings import Finding, find
 
 # experiments of a few seconds each, the most telling first
 STUDIES = (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import partita
 from partita.lab.inspect import TEXT, load
-from partita.watch import Record, Watch
+from partita.monitor import Record, Watch
 
 # Universal Declaration of Human Rights, article 1
 ARTICLE = {

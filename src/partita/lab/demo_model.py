@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partita import scale
-from partita.watch import Record, Watch
+from partita.monitor import Record, Watch
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import nn
 
 from partita.lab.cli import UsageError
 from partita.lab.report.verdict import sentence
-from partita.watch import Finding, Watch
-from partita.watch.record import clean
+from partita.monitor import Finding, Watch
+from partita.monitor.record import clean
 
 # Lewis Carroll, 1865
 TEXT = """\

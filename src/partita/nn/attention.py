@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partita import support as supports
-from partita.attention import Bias, attention, rotary
+from partita.attn import Bias, attention, rotary
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from partita import Gibbs, support
-from partita.attention import ALiBi, RelativeBias, alibi_slopes, rotary, sinusoidal
+from partita.attn import ALiBi, RelativeBias, alibi_slopes, rotary, sinusoidal
 from partita.lab.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, interval
 from partita.lab.experiments._series import note, only, series, slope_by_seed
 from partita.lab.figure import Figure, Line, Panel

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 
 from partita import Gibbs, support
-from partita.attention.variants import top_k_attention
+from partita.attn.variants import top_k_attention
 from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
 from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel

@@ -11,8 +11,8 @@ from partita.lab.draw import stylesheet
 from partita.lab.report import pack, studies
 from partita.lab.report.html import asset, page
 from partita.lab.report.verdict import HABITS, fallback, sentence
-from partita.watch.findings import Finding, Thresholds, find
-from partita.watch.record import Record, clean
+from partita.monitor.findings import Finding, Thresholds, find
+from partita.monitor.record import Record, clean
 
 __all__ = ["notebook", "render", "write"]
 

@@ -14,7 +14,7 @@ from array import array
 from typing import Any
 
 from partita.lab.report.studies import KIND
-from partita.watch.record import BAND_COLUMNS, Block, Record, clean
+from partita.monitor.record import BAND_COLUMNS, Block, Record, clean
 
 METRICS = (
     "normalized_entropy",

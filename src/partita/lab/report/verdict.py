@@ -6,8 +6,8 @@ import html
 from collections import Counter
 
 from partita.lab.report.studies import KIND
-from partita.watch.findings import Finding
-from partita.watch.record import Record
+from partita.monitor.findings import Finding
+from partita.monitor.record import Record
 
 HABITS = ("LENGTH_DILUTION", "SINK_HEAD")  # of a model as a whole: no head is marked for them
 WORDS = {

@@ -1,0 +1,37 @@
+"""Face 3: attention, its variants, positions, and long sequences in blocks."""
+
+from partita.attn.bias import ALiBi, Bias, RelativeBias, alibi_slopes
+from partita.attn.hierarchy import blockwise_attention, hierarchical_attention, segmented_attention
+from partita.attn.pairwise import PairHook, ScaleInvariant, pair_attention
+from partita.attn.positions import rotary, sinusoidal
+from partita.attn.sdpa import attention
+from partita.attn.variants import (
+    TopK,
+    gumbel_attention,
+    hard_attention,
+    l1_attention,
+    mean_entropy,
+    top_k_attention,
+)
+
+__all__ = [
+    "ALiBi",
+    "Bias",
+    "PairHook",
+    "RelativeBias",
+    "ScaleInvariant",
+    "TopK",
+    "alibi_slopes",
+    "attention",
+    "blockwise_attention",
+    "gumbel_attention",
+    "hard_attention",
+    "hierarchical_attention",
+    "l1_attention",
+    "mean_entropy",
+    "pair_attention",
+    "rotary",
+    "segmented_attention",
+    "sinusoidal",
+    "top_k_attention",
+]

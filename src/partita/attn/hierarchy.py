@@ -1,0 +1,115 @@
+"""Long sequences in pieces: exact by merging, shorter by looking away, or two-level with summaries.
+
+blockwise      state(all keys) = merge of state(block of keys)                    exact (M-GIB-9, M-ATT-14)
+segmented      a query sees the keys of its own segment                           n_i = segment length
+hierarchical   own block exactly, every other block as one summary key            O(n * (block + n / block))
+"""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from partita import support as supports
+from partita.attn.problem import Problem, both
+from partita.attn.sdpa import finish
+from partita.engine import State, Stats
+from partita.errors import ShapeError, ValueRangeError
+from partita.gibbs import Gibbs
+from partita.scale import Policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from partita.attn.problem import Options
+
+__all__ = ["blockwise_attention", "hierarchical_attention", "segmented_attention"]
+
+
+def _check_block(block: int) -> None:
+    if not isinstance(block, int) or block < 1:
+        raise ValueRangeError(f"block must be a whole number of keys, at least 1; got {block!r}.")
+
+
+def blockwise_attention(
+    query: Tensor, key: Tensor, value: Tensor, block: int, *, return_stats: bool = False, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Stats]:
+    """Full attention from keys that arrive in blocks: one state per block, merged. Equal to `attention` to rounding.
+
+    >>> x = torch.eye(4)
+    >>> torch.allclose(blockwise_attention(x, x, x, 3), Gibbs(x, x, scale=0.5).expectation(x))
+    True
+    """
+    _check_block(block)
+    problem = Problem.of(query, key, **options).resolved()
+    parts = [slice(i, min(i + block, problem.n_key)) for i in range(0, max(1, problem.n_key), block)]
+    states = [problem.keys(part).state(value[..., part, :]) for part in parts]
+    return finish(reduce(State.merge, states), value, None, return_stats)
+
+
+def segmented_attention(
+    query: Tensor, key: Tensor, value: Tensor, block: int, *, return_stats: bool = False, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Stats]:
+    """Attention inside segments of `block` positions: keys elsewhere are not visible, and policies count the segment.
+
+    >>> segmented_attention(torch.zeros(4, 1), torch.zeros(4, 1), torch.arange(4.0)[:, None], 2)[:, 0]
+    tensor([0.5000, 0.5000, 2.5000, 2.5000])
+    """
+    _check_block(block)
+    rows, cols = (torch.arange(x.shape[-2], device=x.device) // block for x in (query, key))
+    options["support"] = both(options.get("support"), supports.segments(rows, cols))
+    problem = Problem.of(query, key, **options)
+    return finish(problem.gibbs().state(value), value, None, return_stats)
+
+
+def hierarchical_attention(
+    query: Tensor,  # (..., n, dim)
+    key: Tensor,
+    value: Tensor,
+    block: int,
+    *,
+    is_causal: bool = False,
+    scale: float | Tensor | None = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Stats]:
+    """Two levels: the keys of a query's own block one by one, every other block through its mean key and mean value.
+
+        Z_i = sum_{j in own block} exp(score_ij) + sum_{other blocks b} n_b exp(scale <query_i, mean key_b>)
+
+    Exact when keys agree inside each other block; otherwise a block's share is a lower bound of its true one (Jensen).
+    Causal: own block up to the query, and the blocks before it. With one block, equal to `attention`. Statistics are
+    those of what the query looks at: a summary is one key of score log n_b + scale <query, mean key>.
+    """
+    _check_block(block)
+    if isinstance(scale, Policy):
+        raise ValueRangeError("hierarchical_attention takes a number or a tensor as scale: a summary is not one key.")
+    n = key.shape[-2]
+    if query.shape[-2] != n:
+        raise ShapeError(f"hierarchical_attention needs as many queries as keys; got {query.shape[-2]} and {n}.")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    own = torch.arange(n, device=key.device) // block
+    near = supports.segments(own, own)
+    near = near & supports.causal() if is_causal else near
+    local = Gibbs(query, key, scale=scale, support=near).state(value)
+    summary, mean, count = _means(key, block), _means(value, block), _sizes(n, block, key.device)
+    others = torch.arange(count.shape[0], device=key.device)
+    far = (others < own[:, None]) if is_causal else (others != own[:, None])
+    weight = count.log().to(query.dtype)[None, :]
+    distant = Gibbs(query, summary, scale=scale, bias=weight, support=supports.mask(far)).state(mean)
+    return finish(local.merge(distant), value, None, return_stats)
+
+
+def _sizes(n: int, block: int, device: torch.device) -> Tensor:
+    full, rest = divmod(n, block)
+    return torch.tensor([float(block)] * full + [float(rest)] * (rest > 0), device=device)
+
+
+def _means(x: Tensor, block: int) -> Tensor:  # (..., n, dim) -> (..., blocks, dim)
+    n = x.shape[-2]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, math.ceil(n / block) * block - n))
+    blocks = padded.reshape(*x.shape[:-2], -1, block, x.shape[-1])
+    return blocks.sum(-2) / _sizes(n, block, x.device)[:, None].to(x.dtype)

@@ -1,0 +1,187 @@
+"""One call's arguments, read once: which keys, what is added, how sharp; and the same for a block of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+from torch import Tensor
+
+from partita import support as supports
+from partita.attn.bias import Bias
+from partita.attn.rows import KeysOf, RowsOf, blocks
+from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.gibbs import Gibbs
+from partita.scale import Policy, TargetEntropy
+from partita.support import Support
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Options", "Problem", "both"]
+
+
+class Options(TypedDict, total=False):
+    """What every form of attention takes besides query, key and value."""
+
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | Tensor | Policy | None
+    enable_gqa: bool
+    support: Support | None
+    bias: Tensor | Bias | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    query: Tensor  # (..., heads, n_query, dim)
+    key: Tensor  # (..., heads, n_key, dim)
+    scale: float | Tensor | Policy
+    support: Support | None
+    bias: Tensor | None
+    rule: Bias | None  # a bias made a block at a time
+    softcap: float | None
+    grouped: bool
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Problem:
+        attn_mask, support, bias = options.get("attn_mask"), options.get("support"), options.get("bias")
+        scale = options.get("scale")
+        rule, bias = (bias, None) if isinstance(bias, Bias) else (None, bias)
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                support = both(support, supports.mask(attn_mask))
+            elif attn_mask.is_floating_point():
+                bias = attn_mask if bias is None else bias + attn_mask
+            else:
+                raise DtypeError(
+                    f"attn_mask must be boolean (True = visible) or floating (added); got {attn_mask.dtype}."
+                )
+        if options.get("is_causal", False):
+            support = both(support, supports.causal())
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if rule is not None and isinstance(scale, TargetEntropy):
+            raise ValueRangeError(
+                "TargetEntropy takes no position bias: with a bias the entropy is not monotone in the scale."
+            )
+        grouped = options.get("enable_gqa", False)
+        return Problem(query, key, scale, support, bias, rule, options.get("softcap"), grouped)
+
+    @property
+    def n_query(self) -> int:
+        return self.query.shape[-2]
+
+    @property
+    def n_key(self) -> int:
+        return self.key.shape[-2]
+
+    def gibbs(self) -> Gibbs:
+        """The distribution of all rows; a rule is written out."""
+        return self._gibbs(self.query, self.scale, self._bias(slice(0, self.n_query)), self.support)
+
+    def resolved(self) -> Problem:
+        """The policy replaced by the scale it gives each row, so that the rows can be told apart."""
+        if not isinstance(self.scale, Policy):
+            return self
+        whole = self._gibbs(self.query, self.scale, self.bias, self.support)
+        return replace(self, scale=whole.scale, support=whole.support, bias=whole.bias)
+
+    def rows(self, rows: slice, also: Support | None = None) -> Gibbs:
+        """The distribution of a block of rows of a resolved problem, over the keys that `also` shows."""
+        scale, support = self.scale, self.support
+        if isinstance(scale, Tensor) and scale.dim() and scale.shape[-1] != 1:
+            scale = scale[..., rows]
+        if support is not None and (rows.start, rows.stop) != (0, self.n_query):
+            support = RowsOf(support, rows.start, self.n_query)
+        support = support if also is None else both(support, also)
+        return self._gibbs(self.query[..., rows, :], scale, self._bias(rows), support)
+
+    def keys(self, cols: slice) -> Gibbs:
+        """The distribution of all rows over some of the keys of a resolved problem."""
+        bias = self._bias(slice(0, self.n_query))
+        bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., cols]
+        support = None if self.support is None else KeysOf(self.support, cols.start, self.n_key)
+        return replace(self, key=self.key[..., cols, :])._gibbs(self.query, self.scale, bias, support)
+
+    def divided(self, temperature: float, noise: Bias) -> Problem:
+        """A resolved problem whose scores are (score + noise) / temperature."""
+        assert not isinstance(self.scale, Policy)
+        rule = noise if self.rule is None else self.rule + noise
+        bias = None if self.bias is None else self.bias / temperature
+        return replace(self, scale=self.scale / temperature, bias=bias, rule=rule * (1 / temperature))
+
+    # ---- scores written out, for what the engine has no operand for --------------------------------------------------
+
+    def spread(self, value: Tensor) -> Tensor:
+        """One value per query head."""
+        return value.repeat_interleave(self.query.shape[-3] // value.shape[-3], -3) if self.grouped else value
+
+    def content(self, rows: slice) -> Tensor:  # (..., rows, n_key)
+        """softcap(scale * <query, key>) of a block of rows of a resolved problem, in float32 or better."""
+        assert not isinstance(self.scale, Policy)
+        dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        scale = self.scale
+        if isinstance(scale, Tensor):
+            scale = (scale[..., rows] if scale.dim() and scale.shape[-1] != 1 else scale)[..., None].to(dtype)
+        query = self.query[..., rows, :].to(dtype) * scale
+        scores = query @ self.spread(self.key).to(dtype).mT
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+    def plus_bias(self, scores: Tensor, rows: slice) -> Tensor:
+        bias = self._bias(rows)
+        return scores if bias is None else scores + bias.to(scores.dtype)
+
+    def hidden(self, scores: Tensor, rows: slice) -> Tensor:
+        """-inf where a key is not visible."""
+        if self.support is None:
+            return scores
+        part = RowsOf(self.support, rows.start, self.n_query)
+        seen = part.dense(rows.stop - rows.start, self.n_key, scores.shape[:-2], scores.device)
+        return torch.where(seen, scores, -torch.inf)
+
+    def _bias(self, rows: slice) -> Tensor | None:
+        bias = self.bias
+        if bias is not None and bias.dim() >= 2 and bias.shape[-2] != 1:
+            bias = bias[..., rows, :]
+        if self.rule is not None:
+            made = self.rule.rows(rows, self.n_query, self.n_key, self._like())
+            bias = made if bias is None else bias + made
+        return bias
+
+    def _gibbs(
+        self, query: Tensor, scale: float | Tensor | Policy, bias: Tensor | None, support: Support | None
+    ) -> Gibbs:
+        return Gibbs(
+            query, self.key, scale=scale, bias=bias, support=support, softcap=self.softcap, grouped=self.grouped
+        )
+
+    def _like(self) -> Tensor:
+        return self.query.detach()
+
+    def batch(self, value: Tensor | None = None) -> tuple[int, ...]:
+        """The batch dimensions of the rows, heads included."""
+        shapes: list[Sequence[int]] = [self.query.shape[:-2]]
+        for tensor in (self.key, value):
+            if tensor is not None:
+                lead = tensor.shape[:-2]
+                shapes.append((*lead[:-1], self.query.shape[-3]) if self.grouped else lead)
+        shapes += [self.bias.shape[:-2]] if self.bias is not None else []
+        shapes += [self.scale.shape[:-1]] if isinstance(self.scale, Tensor) else []
+        try:
+            return tuple(torch.broadcast_shapes(*shapes))
+        except RuntimeError:
+            raise ShapeError(
+                f"batch dimensions must broadcast; got query {tuple(self.query.shape)}, key {tuple(self.key.shape)}"
+                + ("" if value is None else f", value {tuple(value.shape)}")
+                + "."
+            ) from None
+
+    def blocks(self, value: Tensor | None = None) -> list[slice]:
+        return blocks(self.n_query, self.n_key, self.batch(value))
+
+
+def both(a: Support | None, b: Support) -> Support:
+    return b if a is None else a & b

@@ -1,0 +1,159 @@
+"""Face 3: attention reads the mean value each query sees."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from partita._overrides import overridable
+from partita.attn.across import Spread, mean_across
+from partita.attn.bias import Bias
+from partita.attn.dropout import check_dropout, state_with_dropout
+from partita.attn.problem import Problem
+from partita.attn.rows import states_by_rows
+from partita.direct import attend
+from partita.distributed import team_of
+from partita.engine import State, Stats
+from partita.errors import ShapeError
+from partita.scale import Policy
+from partita.support import Support
+
+__all__ = ["attention", "finish"]
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | Tensor | Policy | None = None,
+    enable_gqa: bool = False,
+    *,
+    support: Support | None = None,
+    bias: Tensor | Bias | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    return_stats: Literal[False] = False,
+    group: object | None = None,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | Tensor | Policy | None = None,
+    enable_gqa: bool = False,
+    *,
+    support: Support | None = None,
+    bias: Tensor | Bias | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    return_stats: Literal[True],
+    group: object | None = None,
+) -> tuple[Tensor, Stats]: ...
+@overridable
+def attention(
+    query: Tensor,  # (..., heads, n_query, dim)
+    key: Tensor,  # (..., heads, n_key, dim)
+    value: Tensor,  # (..., heads, n_key, dim_value)
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | Tensor | Policy | None = None,
+    enable_gqa: bool = False,
+    *,
+    support: Support | None = None,
+    bias: Tensor | Bias | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    return_stats: bool = False,
+    group: object | None = None,
+) -> Tensor | tuple[Tensor, Stats]:
+    """The mean value each query sees: E[value_j] for j drawn from Gibbs(query, key).
+
+        out_i = sum_j p(j|i) value_j          p(j|i) = exp(scale * <query_i, key_j> + bias_ij) / Z_i
+
+    Equal to ``F.scaled_dot_product_attention`` in its own arguments, in O(n) memory; `scale` may also be a tensor
+    broadcastable to the rows (..., n_query) or a policy of `partita.scale`. A query that sees nothing gives 0.
+
+    >>> x = torch.eye(2)
+    >>> attention(torch.zeros(2, 2), x, x)  # no preference: the mean of the values
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]])
+
+    bias: a tensor, or a rule over positions (`ALiBi`, `RelativeBias`) that is never written out whole.
+    sink: a score per head, (heads,) or broadcastable to the rows, of a key with value 0 that joins the denominator.
+    dropout_p: weights dropped at random, whatever the mode of any module; statistics are those before dropout.
+    group: a torch.distributed group (or DeviceMesh) over which the sequence is spread: each rank passes its slice of
+        query, key and value, in rank order or in that of `partita.distributed.zigzag(group)`, and gets the outputs and
+        statistics of its own rows. Supports and masks speak of positions in the whole sequence.
+    """
+    check_dropout(dropout_p)
+    if group is not None:
+        call = Spread(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, support, bias, softcap
+        )  # fmt: skip
+        mean, state = mean_across(team_of(group), call, return_stats)
+        return finish(state, value, sink, return_stats, mean)
+    added = (attn_mask, support, bias, softcap, sink)
+    if all(x is None for x in added) and dropout_p == 0.0 and (scale is None or type(scale) is float):
+        found = attend(query, key, value, scale, is_causal, enable_gqa, return_stats)
+        if found is not None:
+            return found if return_stats else found[0]  # type: ignore[return-value]
+    problem = Problem.of(
+        query,
+        key,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        support=support,
+        bias=bias,
+        softcap=softcap,
+    )
+    if dropout_p > 0.0:
+        state = state_with_dropout(problem, value, dropout_p)
+    elif problem.rule is not None:
+        known = problem.resolved()
+        state = states_by_rows(lambda rows: known.rows(rows).state(value), known.blocks(value))
+    else:
+        mean, state = problem.gibbs().mean(value, statistics=return_stats)
+        return finish(state, value, sink, return_stats, mean)
+    return finish(state, value, sink, return_stats)
+
+
+def finish(
+    state: State, value: Tensor, sink: Tensor | None, return_stats: bool, mean: Tensor | None = None
+) -> Tensor | tuple[Tensor, Stats]:
+    """The mean value, with a sink in its denominator, in the dtype torch would return."""
+    out = state.expectation(consume=True) if mean is None else mean
+    if sink is not None:
+        out = out * (1 - state.sink_mass(_per_row(sink, state.mass)))[..., None]
+    out = out.to(_output_dtype(value))
+    return (out, state.stats()) if return_stats else out
+
+
+def _output_dtype(value: Tensor) -> torch.dtype:
+    kind = value.device.type
+    autocast = value.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else value.dtype
+
+
+def _per_row(sink: Tensor, rows: Tensor) -> Tensor:
+    """A sink per head is spread over the head's rows."""
+    if sink.dim() == 1 and rows.dim() >= 2 and sink.shape[0] == rows.shape[-2]:
+        sink = sink[:, None]
+    try:
+        return sink.to(rows.dtype).expand_as(rows)
+    except RuntimeError:
+        raise ShapeError(
+            f"sink must be one score per head, or broadcast to the rows {tuple(rows.shape)}; got {tuple(sink.shape)}."
+        ) from None

@@ -1,0 +1,75 @@
+"""See what a model's softmaxes are doing, without changing it.
+
+with partita.watch(model) as w:
+    train(model)
+w.frame(); w.findings(); w.report("run.html")
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from partita.monitor.findings import CODES, Finding, Thresholds
+from partita.monitor.record import COLUMNS, SCHEMA, Record, RecordError, load_record
+from partita.monitor.sinks import json_lines, log_to, tensorboard
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from partita.monitor.handle import Watch as Watch
+    from partita.monitor.reading import Coverage as Coverage
+
+__all__ = [
+    "CODES",
+    "COLUMNS",
+    "SCHEMA",
+    "Coverage",
+    "Finding",
+    "Record",
+    "RecordError",
+    "Thresholds",
+    "Watch",
+    "json_lines",
+    "load_record",
+    "log_to",
+    "tensorboard",
+    "watch",
+]
+_LATER = {"Coverage": "reading", "Watch": "handle"}  # these need torch; records and reports do not
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def watch(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    rows: int | None = None,
+    layers: Iterable[int | str] | int | str | None = None,
+    maps: Sequence[tuple[int, int]] = (),
+    sinks: Sequence[Any] = (),
+    thresholds: Thresholds | dict[str, float] | None = None,
+    title: str | None = None,
+) -> Watch:
+    """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
+
+    A context manager, and a handle (`detach` ends it). A step is one call of the model, or what `set_step` says.
+    A model that torch.compile made runs without it while it is watched, and the coverage says so.
+
+    every: look at one step of so many.
+    rows: look at so many evenly spaced queries per call (None: all); the largest score is then a lower bound.
+    layers: numbers (in order of first call) or regular expressions on module names.
+    maps: (layer, head) pairs whose attention is kept as a picture of at most 128 x 128.
+    sinks: see `partita.monitor.json_lines`, `tensorboard`, `log_to`.
+    """
+    from partita.monitor.handle import Watch
+
+    return Watch(
+        model, every=every, rows=rows, layers=layers, maps=maps, sinks=sinks, thresholds=thresholds, title=title
+    )

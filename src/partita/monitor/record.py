@@ -1,0 +1,278 @@
+"""Rows of measurements, in memory or as JSON lines. Imports neither torch nor numpy, so a report needs no torch.
+
+A record is a list of *blocks*: one per (step, layer), holding a row of `COLUMNS` for each head, and a row of
+`BAND_COLUMNS` for each head and each band of visible keys. Losses, temperature curves and maps are plain dicts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from partita.monitor.table import Table
+
+SCHEMA = "partita.record/1"
+
+# unit and meaning of each number; the order is the order of storage
+COLUMNS: dict[str, str] = {
+    "entropy": "nats, mean over rows of H",
+    "normalized_entropy": "mean over rows of H / log(visible)",
+    "entropy_p05": "5 % quantile over rows of H / log(visible), read from a histogram of 256 bins",
+    "entropy_p50": "median over rows of H / log(visible), read from a histogram of 256 bins",
+    "entropy_p95": "95 % quantile over rows of H / log(visible), read from a histogram of 256 bins",
+    "effective_width": "keys, mean over rows of exp(H)",
+    "max_score": "largest score of any row",
+    "log_partition": "nats, mean over rows of log Z",
+    "score_variance": "mean over rows of the variance of the score under p",
+    "sink_first": "mean over rows of the mass on key 0",
+    "sink_top": "mean mass on the one key that gets most, over evenly spaced rows",
+    "sink_key": "index of that key",
+    "top_mass": "mean over rows of the largest probability",
+    "visible": "mean number of keys a row may see",
+    "length": "largest number of keys any row may see",
+    "rows": "rows behind the means (rows that see at least two keys)",
+    "single": "rows that see one key, left out of the means",
+    "nonfinite": "rows with a NaN or an infinite score, left out of the means",
+    "twin": "the head of the same layer that attends most alike",
+    "twin_similarity": "correlation with it, over evenly spaced rows",
+}
+BAND_COLUMNS = ("rows", "visible", "width", "normalized_entropy", "sink_first")
+INTEGERS = {"sink_key", "length", "rows", "single", "nonfinite", "twin"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a distribution lives: a layer of the table."""
+
+    name: str
+    kind: str
+    heads: int
+
+
+@dataclass
+class Block:
+    """One layer at one step."""
+
+    step: int
+    layer: int
+    training: bool
+    values: array[float]  # heads * len(COLUMNS)
+    bands: dict[int, array[float]] = field(
+        default_factory=dict
+    )  # log2 band of visible keys -> heads * len(BAND_COLUMNS)
+
+    @property
+    def heads(self) -> int:
+        return len(self.values) // len(COLUMNS)
+
+    def row(self, head: int) -> dict[str, float]:
+        width = len(COLUMNS)
+        return dict(zip(COLUMNS, self.values[head * width : (head + 1) * width], strict=True))
+
+    def column(self, name: str) -> list[float]:
+        return list(self.values[_INDEX[name] :: len(COLUMNS)])
+
+
+_INDEX = {name: i for i, name in enumerate(COLUMNS)}
+
+
+@dataclass
+class Record:
+    """Everything one run of `watch` measured."""
+
+    provenance: dict[str, Any] = field(default_factory=dict)
+    sites: list[Site] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    curves: list[dict[str, Any]] = field(default_factory=list)
+    maps: list[dict[str, Any]] = field(default_factory=list)
+    studies: list[dict[str, Any]] = field(default_factory=list)
+    coverage: dict[str, Any] = field(default_factory=dict)
+    overhead: dict[str, Any] = field(default_factory=dict)
+
+    def steps(self) -> list[int]:
+        return sorted({b.step for b in self.blocks} | {int(r["step"]) for r in self.losses})
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One dict per step, layer and head."""
+        for block in self.blocks:
+            name = self.sites[block.layer].name if block.layer < len(self.sites) else str(block.layer)
+            for head in range(block.heads):
+                row: dict[str, Any] = {"step": block.step, "layer": block.layer, "head": head}
+                for key, value in block.row(head).items():
+                    row[key] = int(value) if key in INTEGERS and math.isfinite(value) else value
+                row["name"] = name
+                row["training"] = block.training
+                yield row
+
+    def frame(self, pandas: bool | None = None) -> Any:
+        """One row per step, layer and head: a pandas DataFrame where pandas is installed, else a `Table`."""
+        return Table(self.rows(), columns=frame_columns()).native(pandas)
+
+    def loss_frame(self, pandas: bool | None = None) -> Any:
+        """One row per observed loss call and step."""
+        return Table(self.losses).native(pandas)
+
+    def findings(self, thresholds: Any = None) -> list[Any]:
+        from partita.monitor.findings import find
+
+        return find(self, thresholds)
+
+    def save(self, path: str | Path) -> Path:
+        """Write JSON lines; the first line is the header with schema, columns and provenance."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in self.lines())
+        partial.replace(path)  # a reader never sees half a file
+        return path
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        yield header(self.provenance)
+        for layer, site in enumerate(self.sites):
+            yield {"kind": "site", "layer": layer, "name": site.name, "type": site.kind, "heads": site.heads}
+        for block in self.blocks:
+            yield block_line(block)
+        for kind, rows in (("loss", self.losses), ("curve", self.curves), ("map", self.maps), ("study", self.studies)):
+            for row in rows:
+                yield {"kind": kind, **clean(row)}
+        yield {"kind": "summary", "coverage": clean(self.coverage), "overhead": clean(self.overhead)}
+
+    def report(self, path: str | Path, other: Record | None = None, **options: Any) -> Path:
+        """Write the self-contained HTML report; with `other`, a comparison of the two runs."""
+        return render_page().write(self, path, other=other, **options)  # type: ignore[no-any-return]
+
+    def _repr_html_(self) -> str:
+        return str(render_page().notebook(self))
+
+
+def render_page() -> Any:
+    """The page module. It lives in the layer above (`lab`), so it is looked up by name when a page is asked for."""
+    import importlib
+
+    return importlib.import_module("partita.lab.report")
+
+
+def frame_columns() -> list[str]:
+    return ["step", "layer", "head", *COLUMNS, "name", "training"]
+
+
+def header(provenance: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "header",
+        "schema": SCHEMA,
+        "columns": list(COLUMNS),
+        "band_columns": list(BAND_COLUMNS),
+        "provenance": clean(provenance),
+    }
+
+
+def block_line(block: Block) -> dict[str, Any]:
+    width, band = len(COLUMNS), len(BAND_COLUMNS)
+    return {
+        "kind": "attention",
+        "step": block.step,
+        "layer": block.layer,
+        "training": block.training,
+        "values": _cut(block.values, width),
+        "bands": {str(key): _cut(values, band) for key, values in block.bands.items()},
+    }
+
+
+def _cut(values: Iterable[float], width: int) -> list[list[float | None]]:
+    flat = [digits(v) for v in values]
+    return [flat[i : i + width] for i in range(0, len(flat), width)]
+
+
+def digits(value: float) -> float | None:
+    """Nine significant digits carry a float32 exactly; JSON has no NaN, so anything not finite is null."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) and abs(value) < 1e9 else float(f"{value:.9g}")
+
+
+def clean(value: Any) -> Any:
+    """The value as strict JSON: nonfinite numbers become null, unknown objects their text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return digits(value)
+    if isinstance(value, dict):
+        return {str(k): clean(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [clean(v) for v in value]
+    return str(value)
+
+
+class RecordError(ValueError):
+    """The file is not a record this version can read."""
+
+
+def load_record(path: str | Path) -> Record:
+    """Read a file written by `save` or by the JSON-lines sink; a line cut short by an interruption is dropped."""
+    record = Record()
+    columns: list[str] = []
+    band_columns: list[str] = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, text in enumerate(lines, start=1):
+            if not text.strip():
+                continue
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                if number > 1 and not text.endswith("\n"):
+                    break
+                raise RecordError(
+                    f"{path}, line {number}: not JSON. A record is a file written by watch(...).save."
+                ) from None
+            kind = line.pop("kind", None) if isinstance(line, dict) else None
+            if number == 1:
+                if kind != "header" or line.get("schema") != SCHEMA:
+                    given = line.get("schema") if isinstance(line, dict) else None
+                    raise RecordError(
+                        f"{path}: expected schema {SCHEMA!r}, got {given!r}. Write it again with this version's "
+                        f"watch(...).save."
+                    )
+                record.provenance = line["provenance"]
+                columns, band_columns = line["columns"], line["band_columns"]
+            else:
+                _take(record, kind, line, columns, band_columns)
+    if not columns:
+        raise RecordError(f"{path} is empty: a record starts with a header line.")
+    return record
+
+
+def _take(record: Record, kind: str | None, line: dict[str, Any], columns: list[str], band_columns: list[str]) -> None:
+    if kind == "site":
+        record.sites.append(Site(line["name"], line["type"], line["heads"]))
+    elif kind == "attention":
+        bands = {int(k): _join(v, band_columns, BAND_COLUMNS) for k, v in line["bands"].items()}
+        record.blocks.append(
+            Block(line["step"], line["layer"], line["training"], _join(line["values"], columns, COLUMNS), bands)
+        )
+    elif kind == "loss":
+        record.losses.append(line)
+    elif kind == "curve":
+        record.curves.append(line)
+    elif kind == "map":
+        record.maps.append(line)
+    elif kind == "study":
+        record.studies.append(line)
+    elif kind == "summary":
+        record.coverage, record.overhead = line["coverage"], line["overhead"]
+    # other kinds come from a newer writer of the same schema: they add, they do not change
+
+
+def _join(rows: list[list[float | None]], given: list[str], wanted: Iterable[str]) -> array[float]:
+    """Rows as stored -> flat array in this version's column order, NaN where a column is missing."""
+    order = [given.index(name) if name in given else -1 for name in wanted]
+    flat = array("d")
+    for row in rows:
+        flat.extend(math.nan if i < 0 or row[i] is None else float(row[i]) for i in order)  # type: ignore[arg-type]
+    return flat

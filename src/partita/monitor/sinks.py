@@ -1,0 +1,93 @@
+"""Where measurements go while they are made. A sink is called after each observed step:
+
+    sink(record, step, blocks, losses)
+
+A sink that raises is reported once in the log, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from partita.monitor.record import Block, Record, block_line, clean, header
+
+Sink = Callable[[Record, int, list[Block], list[dict[str, Any]]], None]
+SCALARS = ("normalized_entropy", "effective_width", "max_score", "log_partition", "sink_first", "sink_top", "nonfinite")
+
+
+def scalars(
+    record: Record, blocks: list[Block], losses: list[dict[str, Any]], *, heads: bool = False
+) -> dict[str, float]:
+    """Flat names and numbers, one per layer (and per head if asked): what trackers take."""
+    out: dict[str, float] = {}
+    for block in blocks:
+        for name in SCALARS:
+            values = [v for v in block.column(name) if math.isfinite(v)]
+            if values:
+                best = (
+                    sum(values)
+                    if name == "nonfinite"
+                    else max(values)
+                    if name == "max_score"
+                    else sum(values) / len(values)
+                )
+                out[f"partita/{name}/layer{block.layer}"] = best
+            if heads:
+                out |= {
+                    f"partita/{name}/layer{block.layer}/head{h}": v
+                    for h, v in enumerate(block.column(name))
+                    if math.isfinite(v)
+                }
+    for row in losses:
+        for key in ("loss", "entropy", "confidence", "calibration_error", "effective_negatives", "bound"):
+            value = row.get(key)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                out[f"partita/{row['name']}/{key}"] = float(value)
+    return out
+
+
+def log_to(function: Callable[..., Any], *, heads: bool = False, pass_step: bool = True) -> Sink:
+    """Any `log(dict, step=...)`: wandb.log, trackio.log, your own. `pass_step=False` leaves the step to it."""
+
+    def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
+        values = scalars(record, blocks, losses, heads=heads)
+        function(values, step=step) if pass_step else function({**values, "partita/step": step})
+
+    return sink
+
+
+def tensorboard(writer: Any, *, heads: bool = False) -> Sink:
+    """A `torch.utils.tensorboard.SummaryWriter`, or anything with add_scalar(name, value, step)."""
+
+    def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
+        for name, value in scalars(record, blocks, losses, heads=heads).items():
+            writer.add_scalar(name, value, step)
+
+    return sink
+
+
+def json_lines(path: str | Path) -> Sink:
+    """A file that grows with each step and that `load_record` reads, also after an interruption."""
+    path = Path(path)
+    sites = 0
+    fresh = True
+
+    def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
+        nonlocal sites, fresh
+        lines = [header(record.provenance)] if fresh else []
+        for layer in range(sites, len(record.sites)):
+            site = record.sites[layer]
+            lines.append({"kind": "site", "layer": layer, "name": site.name, "type": site.kind, "heads": site.heads})
+        lines += [block_line(b) for b in blocks]
+        lines += [{"kind": "loss", **clean(row)} for row in losses]
+        if fresh:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w" if fresh else "a", encoding="utf-8") as out:
+            out.writelines(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
+        sites, fresh = len(record.sites), False
+
+    return sink

@@ -1,0 +1,316 @@
+"""Each finding on a model built to have that defect, and silence on a healthy one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita
+from partita.monitor import CODES, Thresholds, Watch, watch
+
+
+class Heads(nn.Module):
+    """Attention on the queries and keys it is given, so that a defect can be planted exactly."""
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, key)
+
+
+def healthy(n: int = 64, heads: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(2, heads, n, 16, generator=g), torch.randn(2, heads, n, 16, generator=g)
+
+
+def run(*steps: tuple[Tensor, Tensor]) -> Watch:
+    model = Heads()
+    with watch(model) as w:
+        for query, key in steps:
+            model(query, key)
+    return w
+
+
+def codes(w: Watch, *levels: str) -> set[str]:
+    return {f.code for f in w.findings() if not levels or f.severity in levels}
+
+
+def test_a_healthy_model_is_left_in_peace() -> None:
+    assert codes(run(*[healthy(seed=s) for s in range(12)])) == set()
+
+
+def test_a_causal_model_at_one_length_is_left_in_peace() -> None:
+    class Causal(nn.Module):
+        def forward(self, query: Tensor, key: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+    model = Causal()
+    with watch(model) as w:
+        for seed in range(4):
+            model(*healthy(seed=seed))
+    assert codes(w) == set()
+
+
+def test_collapsed_head() -> None:
+    query, key = healthy()
+    query[:, 2] *= 50
+    w = run((query, key))
+    found = [f for f in w.findings() if f.code == "HEAD_COLLAPSED"]
+    assert [f.heads for f in found] == [((0, 2),)] and found[0].severity == "warning"
+    assert "collapsed < 0.05" in str(found[0]) and found[0].action and found[0].meaning
+
+
+def test_uniform_head() -> None:
+    query, key = healthy()
+    query[:, 1] *= 0.01
+    w = run((query, key))
+    assert codes(w) == {"HEAD_UNIFORM"}
+    assert [f.heads for f in w.findings()] == [((0, 1),)]
+
+
+def test_sink_head_is_information_until_most_heads_are() -> None:
+    query, key = healthy()
+    query[..., 0] = 4.0
+    key[..., 0] = 0.0
+    key[:, 3, 0, 0] = 6.0
+    w = run((query, key))
+    assert codes(w) == {"SINK_HEAD"} and codes(w, "warning", "error") == set()
+    key[:, :, 0, 0] = 6.0
+    assert codes(run((query, key)), "warning") == {"SINK_HEAD"}
+
+
+def test_logits_that_grow() -> None:
+    steps = []
+    for t in range(12):
+        query, key = healthy(seed=t)
+        query[:, 0] *= 1 + 0.6 * t
+        steps.append((query, key))
+    w = run(*steps)
+    found = [f for f in w.findings() if f.code == "LOGIT_GROWTH"]
+    assert [f.heads for f in found] == [((0, 0),)]
+
+
+def test_logits_far_too_large_are_an_error() -> None:
+    query, key = healthy()
+    assert "LOGIT_GROWTH" in codes(run((query * 40, key)), "error")
+
+
+def test_sudden_entropy_drop_and_not_slow_learning() -> None:
+    sudden = [(q * (1 if t < 10 else 6), k) for t in range(20) for q, k in [healthy(seed=t)]]
+    slow = [(q * (1 + 0.04 * t), k) for t in range(40) for q, k in [healthy(seed=t)]]
+    assert "ENTROPY_DROP" in codes(run(*sudden))
+    assert "ENTROPY_DROP" not in codes(run(*slow))
+
+
+def test_length_dilution() -> None:
+    w = run(*[healthy(n) for n in (32, 64, 128, 256)])
+    (found,) = w.findings()
+    assert (
+        found.code == "LENGTH_DILUTION"
+        and found.severity == "warning"
+        and "32" in found.evidence
+        and "256" in found.evidence
+    )
+
+
+def test_duplicate_heads() -> None:
+    query, key = healthy()
+    query[:, 3], key[:, 3] = query[:, 0], key[:, 0]
+    w = run((query, key))
+    assert codes(w) == {"DUPLICATE_HEADS"}
+    assert w.findings()[0].heads == ((0, 0), (0, 3))
+
+
+def test_nonfinite() -> None:
+    query, key = healthy()
+    query[0, 1, 5] = math.inf
+    w = run(healthy(), (query, key))
+    assert codes(w, "error") == {"NONFINITE"}
+    assert [f.heads for f in w.findings() if f.code == "NONFINITE"] == [((0, 1),)]
+
+
+def test_coverage_is_said() -> None:
+    class OwnKernelAttention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / x.sum(-1, keepdim=True)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention_a = Heads()
+            self.attention_b = OwnKernelAttention()
+            self.attention_c = Heads()
+
+        def forward(self, query: Tensor, key: Tensor) -> Tensor:
+            return self.attention_b(self.attention_a(query, key))
+
+    model = Two()
+    with watch(model) as w:
+        model(*healthy())
+    assert "COVERAGE" in codes(w)
+    text = str(w.coverage)
+    assert "1 of 3 attention modules observed" in text and "attention_b" in text and "never called" in text
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def contrast(loss: Any, steps: int = 4) -> Watch:
+    torch.manual_seed(0)
+    model = Encoder()
+    with watch(model) as w:
+        for _ in range(steps):
+            loss(model(torch.randn(64, 32)))
+    return w
+
+
+needs_contrast = pytest.mark.skipif(
+    not hasattr(partita.info_nce_loss, "__wrapped__"),
+    reason="partita's losses are not overridable, so no mode sees them",
+)
+
+
+def noisy(x: Tensor, level: float) -> Tensor:
+    return x + level * torch.randn_like(x)
+
+
+@needs_contrast
+def test_a_healthy_contrastive_loss() -> None:
+    w = contrast(lambda x: partita.info_nce_loss(x, noisy(x, 1.5), temperature=0.3))
+    assert codes(w) == set(), w.findings()
+    row = w.record.losses[-1]
+    assert row["candidates"] == 64 and 10 < row["effective_negatives"] <= 63 and row["bound"] < row["cap"]
+
+
+@needs_contrast
+def test_contrastive_defects() -> None:
+    raw = contrast(lambda x: partita.info_nce_loss(5 * x, 5 * noisy(x, 1.5), temperature=5.0, normalize=False))
+    assert "NOT_NORMALISED" in codes(raw)
+    cold = contrast(lambda x: partita.info_nce_loss(x, noisy(x, 2.0), temperature=0.005))
+    assert "EFFECTIVE_NEGATIVES_LOW" in codes(cold)
+    easy = contrast(lambda x: partita.info_nce_loss(x, noisy(x, 0.01), temperature=0.1))
+    assert "MI_SATURATED" in codes(easy)
+    if hasattr(partita, "clip_loss"):
+        capped = contrast(
+            lambda x: partita.clip_loss(F.normalize(x, dim=-1), F.normalize(noisy(x, 1.0), dim=-1), torch.tensor(100.0))
+        )
+        assert "SCALE_AT_CAP" in codes(capped)
+
+
+@needs_contrast
+@pytest.mark.parametrize("name", ["info_nce_loss", "clip_loss", "nt_xent_loss", "supcon_loss"])
+def test_recorded_loss_is_the_loss(name: str) -> None:
+    if not hasattr(partita, name):
+        pytest.skip(f"partita.{name} is not there yet")
+    torch.manual_seed(0)
+    a, b = F.normalize(torch.randn(2, 20, 8), dim=-1)
+    calls = {
+        "info_nce_loss": lambda: partita.info_nce_loss(a, b, temperature=0.2),
+        "clip_loss": lambda: partita.clip_loss(a, b, torch.tensor(7.0)),
+        "nt_xent_loss": lambda: partita.nt_xent_loss(a, b, temperature=0.3),
+        "supcon_loss": lambda: partita.supcon_loss(a, torch.arange(20) % 4, temperature=0.3),
+    }
+    model = Encoder()
+    with watch(model) as w:
+        model(torch.zeros(1, 32))
+        loss = calls[name]()
+    (row,) = w.record.losses
+    assert row["type"] == "contrastive"
+    tolerance = 0.1 if name == "clip_loss" else 1e-4  # clip is symmetric; the image side is recorded
+    assert abs(row["loss"] - float(loss)) < tolerance * max(1, abs(float(loss)))
+
+
+def test_plain_torch_contrast_is_recognised() -> None:
+    def loss(x: Tensor) -> Tensor:
+        a, b = F.normalize(x, dim=-1), F.normalize(noisy(x, 0.01), dim=-1)
+        return F.cross_entropy(a @ b.T / 0.05, torch.arange(len(a)))
+
+    w = contrast(loss)
+    assert "MI_SATURATED" in codes(w)
+    assert abs(w.record.losses[0]["cap"] - math.log(64)) < 1e-6
+
+
+def test_cross_entropy_statistics() -> None:
+    torch.manual_seed(0)
+    model, target = Encoder(), torch.randint(0, 32, (50,))
+    target[:7] = -100
+    with watch(model) as w:
+        logits = 3 * model(torch.randn(50, 32))
+        loss = F.cross_entropy(logits, target)
+        F.cross_entropy(logits.T[None], target[None])  # (N, C, d1)
+    (row,) = w.record.losses
+    p = logits[7:].softmax(-1)
+    assert row["rows"] == 86 and row["classes"] == 32 and abs(row["loss"] - loss.item()) < 1e-4
+    assert abs(row["confidence"] - p.amax(-1).mean().item()) < 1e-5
+    assert abs(row["entropy"] + (p * p.log()).sum(-1).mean().item()) < 1e-5
+    assert abs(row["accuracy"] - (p.argmax(-1) == target[7:]).float().mean().item()) < 1e-6
+
+
+def test_thresholds_can_be_set_and_unknown_ones_are_refused() -> None:
+    w = run(healthy())
+    assert {f.code for f in w.findings({"uniform": 0.5})} == {"HEAD_UNIFORM"}
+    assert {f.code for f in w.findings(Thresholds(collapsed=0.99))} == {"HEAD_COLLAPSED"}
+    with pytest.raises(ValueError, match="the thresholds are"):
+        w.findings({"unifrom": 0.5})
+
+
+def test_codes_are_those_of_the_contract() -> None:
+    assert set(CODES) == {
+        "HEAD_COLLAPSED",
+        "HEAD_UNIFORM",
+        "SINK_HEAD",
+        "LOGIT_GROWTH",
+        "ENTROPY_DROP",
+        "LENGTH_DILUTION",
+        "DUPLICATE_HEADS",
+        "NONFINITE",
+        "NOT_NORMALISED",
+        "EFFECTIVE_NEGATIVES_LOW",
+        "MI_SATURATED",
+        "SCALE_AT_CAP",
+        "COVERAGE",
+    }
+
+
+def test_learning_from_scratch_is_news_and_no_fault() -> None:
+    """Scores that grow from nothing and heads that leave the uniform distribution, far from any level that hurts."""
+    scales = [0.1] * 7 + [1.5 + 0.07 * t for t in range(23)]
+    steps = [(q * scale, k) for t, scale in enumerate(scales) for q, k in [healthy(seed=t)]]
+    found = run(*steps).findings()
+    assert {f.code for f in found} == {"LOGIT_GROWTH", "ENTROPY_DROP"}
+    assert {f.severity for f in found} == {"info"}
+    late = run(*steps[:7], *steps[:7], *steps[:7], *steps[7:])
+    assert {f.severity for f in late.findings() if f.code == "ENTROPY_DROP"} == {"warning"}
+
+
+def test_vectors_that_are_zero_or_nan_keep_their_loss_in_the_record() -> None:
+    model = nn.Linear(4, 4)
+    for bad in (0.0, math.nan):
+        a, b = torch.randn(8, 4), torch.randn(8, 4)
+        a[2] = bad
+        with watch(model) as w:
+            model(a)
+            partita.info_nce_loss(a, b)
+        (row,) = w.loss_frame(pandas=False)
+        assert row["candidates"] == 8, w.coverage
+
+
+def test_alignment_and_uniformity_are_recorded() -> None:
+    from partita.contrastive import alignment, uniformity
+
+    model, a, b = nn.Linear(4, 4), torch.randn(32, 4), torch.randn(32, 4)
+    with watch(model) as w:
+        model(a)
+        partita.info_nce_loss(a, b, temperature=0.1)
+    (row,) = w.loss_frame(pandas=False)
+    assert row["alignment"] == pytest.approx(alignment(a, b).item(), rel=1e-5)
+    assert row["uniformity"] == pytest.approx(uniformity(a).item(), rel=1e-5)
