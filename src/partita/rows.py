@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.engine import State, Stats, Sums
+from partita.engine import State, Stats
+from partita.engine.sums import Sums
 from partita.errors import ValueRangeError
-from partita.gibbs import surprise
 
 __all__ = [
     "LossStats",
@@ -65,7 +65,7 @@ def read(sums: Sums) -> LossStats:
     state = sums.state
     inverse = 1.0 / torch.where(state.empty(), torch.ones_like(state.mass), state.mass)
     confidence = torch.where(state.empty(), torch.zeros_like(inverse), inverse)
-    return LossStats(*state.stats(), sums.rank, sums.rank == 0, confidence, surprise(sums))
+    return LossStats(*state.stats(), sums.rank, sums.rank == 0, confidence, sums.nll())
 
 
 def spread(stats: LossStats, kept: Tensor, shape: Sequence[int]) -> LossStats:

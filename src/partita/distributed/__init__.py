@@ -25,7 +25,7 @@ from partita.distributed.merge import merge, merge_scores, merge_states
 from partita.distributed.passes import Ring, View
 from partita.distributed.team import Team, Zigzag, check_alone, for_ddp, replicate, team_of, zigzag
 from partita.distributed.travel import Traffic, pass_on, traffic, wait
-from partita.engine import Sums
+from partita.engine.sums import Sums
 from partita.engine.terms import Term
 
 __all__ = [

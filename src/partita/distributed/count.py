@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from partita.distributed.parts import cut_keys
-from partita.engine import Request, registry
+from partita.engine.execute import forward
+from partita.engine.request import Request
 from partita.engine.terms import Term
 
 __all__ = ["count_above"]
@@ -71,7 +72,7 @@ def _count(request: Request, level: Tensor) -> Tensor:
         rank=True,
         statistics=False,
     )
-    rank = registry.choose(asked, registry.current()).forward(asked).rank
+    rank = forward(asked).rank
     assert rank is not None
     return rank
 

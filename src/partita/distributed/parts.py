@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from partita.distributed.layout import Cut
-from partita.engine import Request
+from partita.engine.request import Request
 from partita.engine.terms import Term
 
 __all__ = ["Parts", "Place", "cut_keys", "cut_terms", "places", "steps"]

@@ -14,10 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partita import engine
 from partita.distributed.ring import Job, Piece, run
 from partita.distributed.team import Team
-from partita.engine import Request, State, Sums
+from partita.engine import State
+from partita.engine.request import Request, build, extend
+from partita.engine.sums import Sums
 from partita.engine.terms import Term
 from partita.support import Support
 
@@ -53,7 +54,7 @@ class Ring:
         self.team, self.sizes, self.view = team, tuple(sizes), view
         lead = batch if bias is None else torch.broadcast_shapes(tuple(batch), bias.shape[:-2])
         self._bias = bias
-        self._rows = engine.build(query, key, scale=scale, softcap=softcap, grouped=grouped, batch=lead)
+        self._rows = build(query, key, scale=scale, softcap=softcap, grouped=grouped, batch=lead)
         self._batch = tuple(torch.broadcast_shapes(_rows_of(self._rows), tuple(lead)))
 
     def sums(
@@ -69,7 +70,7 @@ class Ring:
 
         level: how many keys score above it, for a row whose own key is not among them.
         """
-        request = engine.extend(self._rows, value=value, target=target, rank=rank, statistics=statistics)
+        request = extend(self._rows, value=value, target=target, rank=rank, statistics=statistics)
         assert request is not None
         job = self._job(request, level)
         bias = None if self._bias is None else self._split(_pad(self._bias, len(self._batch) + 2), 2)
@@ -81,7 +82,7 @@ class Ring:
 
         No statistics, no batch; the gradients of both directions are added up in one place.
         """
-        request = engine.extend(self._rows, target=target, statistics=False)
+        request = extend(self._rows, target=target, statistics=False)
         assert request is not None
         assert not self._batch
         assert self.view is None

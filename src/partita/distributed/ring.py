@@ -24,9 +24,11 @@ from partita.distributed.count import count_above
 from partita.distributed.parts import Parts, Place, cut_terms, places
 from partita.distributed.team import Team
 from partita.distributed.travel import Homeward, Visit, visits
-from partita.engine import Request, State, registry
+from partita.engine import State, execute
+from partita.engine.request import Request
+from partita.engine.state import divided
+from partita.engine.sums import Upstream
 from partita.engine.terms import Term
-from partita.engine.tile import Upstream
 
 __all__ = ["Job", "Piece", "run"]
 
@@ -230,7 +232,7 @@ def _visit_forward(
     for place in places(rows.query, parts, visit.entries, alone=total.moment is None and rank is None):
         for meeting in job.meetings(visit, place, pieces):
             request = meeting.request
-            found = registry.choose(request, registry.current()).forward(request)
+            found = execute.forward(request)
             _join(total, place, found.state)
             if found.target_score is not None:
                 assert score is not None
@@ -266,7 +268,7 @@ def _join(total: State, place: Place, b: State) -> None:
         a.moment.mul_(left).addcmul_(b.moment, right)
     mass = one.mass + other.mass
     share = one.mass * (other.mass / _filled(mass))
-    gap = one._mean(one.first) - other._mean(other.first)
+    gap = divided(one.first, one.mass) - divided(other.first, other.mass)
     spread = one.spread + other.spread + share * gap * gap
     for old, new in ((a.peak, peak), (a.mass, mass), (a.first, one.first + other.first), (a.spread, spread)):
         old.copy_(new)
@@ -343,8 +345,7 @@ def _visit_backward(
         upstream = _at(g, place, mass)
         for meeting in job.meetings(visit, place, pieces):
             request, above = _within(meeting, upstream)
-            backend = registry.choose(request, registry.current())
-            for name, grad in backend.backward(request, place.vector(peak), above, asked).items():
+            for name, grad in execute.backward(request, place.vector(peak), above, asked).items():
                 if name in _TRAVEL:
                     into[name][..., meeting.keys, :].add_(grad)
                 elif name == "query":

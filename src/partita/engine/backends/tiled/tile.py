@@ -21,6 +21,7 @@ from torch import Tensor
 from partita._checks import has_values
 from partita.engine.request import Request
 from partita.engine.state import LOWEST, State, centre, product
+from partita.engine.sums import Upstream
 from partita.engine.terms import cut
 
 __all__ = ["Clean", "Operands", "gradients", "row_slice", "scores", "sums"]
@@ -165,17 +166,6 @@ def _poison(result: Tensor, given: Tensor, mask: Tensor | None, s: Tensor) -> Te
     lost = (_against(seen, given.isnan().to(s.dtype)) > 0) | (high & low)
     result = torch.where(high, torch.inf, torch.where(low, -torch.inf, result))
     return torch.where(lost, torch.nan, result)
-
-
-@dataclass(frozen=True, eq=False)
-class Upstream:
-    """Gradients of the row sums, for the rows of a tile."""
-
-    mass: Tensor  # (*b, q)
-    first: Tensor
-    second: Tensor
-    moment: Tensor | None  # (*b, q, V)
-    target: Tensor | None  # (*b, q)
 
 
 def gradients(
