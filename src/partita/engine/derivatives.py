@@ -9,6 +9,7 @@ from torch import Tensor
 
 from partita.engine import tiled
 from partita.engine.ops import OPERANDS, Plan, reduce, reduce_backward, request_of, whole_upstream
+from partita.engine.state import raw_gradients
 
 __all__ = ["Forward"]
 
@@ -40,19 +41,13 @@ class Forward(torch.autograd.Function):
         none: list[Tensor | None] = [None] * (len(tensors) + 1)
         if mass is None and first is None and spread is None and moment is None and target is None:
             return tuple(none)
-        mass = torch.zeros_like(total) if mass is None else mass
-        if plan.mean and moment is not None:
-            # mean = moment / mass; on an empty row both are 0 and stay so
-            inverse = 1 / torch.where(total == 0, torch.ones_like(total), total)
-            mass = mass - torch.linalg.vecdot(moment, average) * inverse
-            moment = moment * inverse[..., None]
-        first, second = (first, spread) if plan.statistics else (None, None)
-        if second is not None:
-            # spread = sum e c^2 - first^2 / mass: its gradient is that of the three raw moments
-            mean = linear / torch.where(total == 0, torch.ones_like(total), total)
-            mass = mass + mean * mean * second
-            first = -2 * mean * second if first is None else first - 2 * mean * second
-        moment = None if tensors[2] is None else moment
+        first, spread = (first, spread) if plan.statistics else (None, None)
+        g_mean, moment = (moment, None) if plan.mean else (None, moment)
+        raw = raw_gradients(
+            total, linear, None, average, g_mass=mass, g_first=first, g_spread=spread, g_mean=g_mean
+        )  # fmt: skip
+        mass, first, second = raw.mass, raw.first, raw.second
+        moment = None if tensors[2] is None else raw.moment if plan.mean else moment
         target = None if tensors[5] is None else target
         needs = [t is not None and ctx.needs_input_grad[1 + i] for i, t in enumerate(tensors[:5])]
         asked = plan.asking(needs)
