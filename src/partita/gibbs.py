@@ -100,7 +100,7 @@ class Gibbs:
         terms = request.terms
         if request.bias is not None:
             shown = _terms.Term(mask=request.bias != -torch.inf)
-            terms = tuple(_terms.conjunction(term, shown) for term in terms) if terms else (shown,)
+            terms = tuple(term & shown for term in terms) if terms else (shown,)
         count = _terms.visible(terms, request.n_query, request.n_key, request.batch, self.query.device)
         return request.ungroup(count).to(request.dtype)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from partita.distributed.team import Team, team_of
 from partita.engine import State
-from partita.engine.state import divided
 
 __all__ = ["merge", "merge_states"]
 
@@ -47,8 +46,7 @@ def merge_states(state: State, team: Team, statistics: bool = True) -> State:
     merged = State(peak, mass, sums[2], torch.zeros_like(mass), count, moment)
     # The spread about the common mean. The mean is a constant here: it is where the sum of squares is least, so that a
     # change of it changes nothing, and only this rank's own part of its derivative would be seen.
-    mean = divided(merged.first, merged.mass).detach()
-    gap = divided(own.first, own.mass) - mean
+    gap = state.mean_from(peak) - merged.mean_from(peak).detach()
     return replace(merged, spread=team.total(own.spread + own.mass * gap * gap))
 
 

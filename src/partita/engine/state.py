@@ -23,7 +23,7 @@ from torch import Tensor
 from partita._checks import broadcast_batch, has_values
 from partita.errors import ShapeError
 
-__all__ = ["LOWEST", "State", "Stats", "autocasts", "centre", "divided", "filled", "merge", "product"]
+__all__ = ["LOWEST", "State", "Stats", "autocasts", "centre", "divided", "filled", "merge", "product", "raw_gradients"]
 
 LOWEST = -1e5  # exp of it is 0 in every dtype, its square is finite in float32
 
@@ -152,6 +152,10 @@ class State:
         """Number of keys seen."""
         return self.count.detach()
 
+    def confidence(self) -> Tensor:
+        """The largest probability, exp(peak - log Z) = 1 / mass; 0 on an empty row."""
+        return torch.where(self.empty(), torch.zeros_like(self.mass), 1 / filled(self.mass))
+
     def expectation(self, *, consume: bool = False) -> Tensor:  # (..., Q, V)
         """E[value]; 0 on an empty row. `consume` may reuse the moment's memory, for a state that is read just once."""
         if self.moment is None:
@@ -219,36 +223,36 @@ def raw_gradients(
     `first` is needed for the gradients of spread, H, E[s] and Var[s], `spread` for that of Var[s], `mean` for its own.
     Differentiable in everything given.
     """
-    inverse = 1 / filled(mass)
-    centre = None if first is None else first * inverse
+    seen = mass != 0
+    inverse = torch.where(seen, 1 / filled(mass), torch.zeros_like(mass))
 
     def plus(total: Tensor | None, more: Tensor) -> Tensor:
         return more if total is None else total + more
 
+    if g_log_partition is not None:
+        g_mass = plus(g_mass, g_log_partition * inverse)
     if g_variance is not None:
         assert spread is not None
         g_spread = plus(g_spread, g_variance * inverse)
         g_mass = plus(g_mass, -(g_variance * inverse) * (spread * inverse))
-    if g_log_partition is not None:
-        g_mass = plus(g_mass, g_log_partition * inverse)
-    if g_entropy is not None:
-        assert centre is not None
-        g_mass = plus(g_mass, g_entropy * inverse * (1 + centre))
-        g_first = plus(g_first, -(g_entropy * inverse))
-    if g_mean_score is not None:
-        assert centre is not None
-        g_mass = plus(g_mass, -(g_mean_score * inverse) * centre)
-        g_first = plus(g_first, g_mean_score * inverse)
-    if g_spread is not None:
-        assert centre is not None
-        g_mass = plus(g_mass, centre * centre * g_spread)
-        g_first = plus(g_first, -2 * centre * g_spread)
+    if g_entropy is not None or g_mean_score is not None or g_spread is not None:
+        assert first is not None
+        mean_c = first * inverse
+        if g_entropy is not None:
+            g_mass = plus(g_mass, g_entropy * inverse * (1 + mean_c))
+            g_first = plus(g_first, -(g_entropy * inverse))
+        if g_mean_score is not None:
+            g_mass = plus(g_mass, -(g_mean_score * inverse) * mean_c)
+            g_first = plus(g_first, g_mean_score * inverse)
+        if g_spread is not None:
+            g_mass = plus(g_mass, mean_c * mean_c * g_spread)
+            g_first = plus(g_first, -2 * mean_c * g_spread)
     g_moment = None
     if g_mean is not None:
         assert mean is not None
         g_mass = plus(g_mass, -torch.linalg.vecdot(g_mean, mean) * inverse)
         g_moment = g_mean * inverse[..., None]
-    seen = mass != 0
+    # what came with the upstream gradient itself, a nan of -inf's perhaps, must not reach an empty row
     rows = (None if g is None else torch.where(seen, g, torch.zeros_like(g)) for g in (g_mass, g_first, g_spread))
     g_mass, g_first, g_second = rows
     return RawGradients(torch.zeros_like(mass) if g_mass is None else g_mass, g_first, g_second, g_moment)

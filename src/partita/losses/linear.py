@@ -14,7 +14,7 @@ from partita.gibbs import Gibbs
 from partita.losses.head import Head, weighted_scores
 from partita.losses.objective import Options, Terms
 from partita.losses.sharded import agree, check_slice, read_slices, terms_of_slices
-from partita.rows import output_dtype, read, spread
+from partita.rows import output_dtype, read, reduce_rows, spread
 
 __all__ = ["linear_cross_entropy", "weighted_nll"]
 
@@ -109,7 +109,7 @@ def weighted_nll(gibbs: Gibbs, target: Tensor, terms: Terms, total: Tensor | Non
     else:
         sums = gibbs.reduce(target=target, statistics=False)
         out = terms.rows(sums.nll(), sums.state, Options(gibbs.key.shape[-2])).sum()
-    return out if total is None else out / torch.where(total == 0, torch.ones_like(total), total)
+    return out if total is None else reduce_rows(out, "mean", total)
 
 
 def _terms(head: Head, options: Options, softcap: float | None) -> Terms:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from partita._checks import has_values
 from partita.engine.request import Request
-from partita.engine.state import LOWEST, State, centre, product
+from partita.engine.state import LOWEST, State, centre, divided, product
 from partita.engine.sums import Upstream
 from partita.engine.terms import cut
 
@@ -143,7 +143,7 @@ def sums(clean: Clean, x: Operands, s: Tensor, mask: Tensor | None, cols: slice)
     first = spread = torch.zeros_like(mass)
     if clean.request.statistics:
         first = torch.linalg.vecdot(weight, c)
-        mean = first / torch.where(empty, torch.ones_like(mass), mass)
+        mean = divided(first, mass)
         c.sub_(mean[..., None]).square_()
         spread = torch.linalg.vecdot(weight, c)
     if mask is None:
