@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from partita import support
-from partita.engine import native, registry
-from partita.engine.native_backend import statistics_of
+from partita.engine import registry
+from partita.engine.backends.native import reduce as native
+from partita.engine.backends.native import statistics_of
 from partita.engine.run import nobody_differentiates, nobody_looks
 from partita.engine.state import Stats, autocasts
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from partita import engine
-from partita.engine import native, native_losses
+from partita.engine.backends.native import losses as native_losses
+from partita.engine.backends.native import reduce as native
 from partita.gibbs import Gibbs, surprise
 
 __all__ = ["diagonal_nll", "total_nll"]

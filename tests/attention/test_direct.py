@@ -8,7 +8,7 @@ from torch import Tensor
 
 import partita
 from partita import direct
-from partita.engine import native_library
+from partita.engine.backends.native import library as native_library
 
 pytestmark = pytest.mark.skipif(native_library.load() is None, reason="no native library")
 

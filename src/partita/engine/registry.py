@@ -15,7 +15,8 @@ from typing import overload
 
 from torch import Tensor
 
-from partita.engine import native_backend, tiled
+from partita.engine import tiled
+from partita.engine.backends import native as native_backend
 from partita.engine.request import Request
 from partita.engine.tile import Upstream
 from partita.engine.tiled import Sums

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from partita._checks import broadcast
-from partita.engine import native, tiled
+from partita.engine import tiled
+from partita.engine.backends.native import reduce as native
 from partita.engine.request import Request
 from partita.engine.state import State, Stats
 from partita.engine.terms import Term, window_mask

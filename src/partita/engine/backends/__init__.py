@@ -1,0 +1,1 @@
+"""What computes a pass: each backend is a module, or a folder, of its own."""
