@@ -15,7 +15,8 @@ from partita import support
 from partita.engine import native, registry
 from partita.engine.native_backend import statistics_of
 from partita.engine.run import nobody_differentiates, nobody_looks
-from partita.engine.state import Stats, autocasts
+from partita.engine.state import Stats
+from partita.precision import autocasts
 
 __all__ = ["attend"]
 
@@ -46,7 +47,7 @@ def attend(
         key, value = key.unsqueeze(-3), value.unsqueeze(-3)
     batch, n_query, n_key = query.shape[:-2], query.shape[-2], key.shape[-2]
     terms = support.causal().bind(n_query, n_key, tuple(batch), query.device) if causal else ()
-    sharp = torch.full((1,) * (len(batch) + 1), scale, dtype=query.dtype)
+    sharp = torch.full((1,) * (len(batch) + 1), scale, dtype=query.dtype, device=query.device)
     given = (query, key, value, sharp, None, None, terms, None)
     found = native.reduce(*given, moments=statistics, rank=False, mean=True, as_query=True, last=True)
     if found is None or found.moment is None:

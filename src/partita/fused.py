@@ -120,7 +120,7 @@ class _Diagonal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        own = torch.arange(query.shape[0])
+        own = torch.arange(query.shape[0], device=query.device)
         found = native_losses.reduce_both(query, key, scale, own)
         ctx.save_for_backward(query, key, scale)
         if found is None:
@@ -143,7 +143,7 @@ class _Diagonal(torch.autograd.Function):
         if ctx.peaks is not None and not torch.is_grad_enabled():
             peak, mass, column_peak, column_mass = ctx.peaks
             down, across = g
-            own = torch.arange(query.shape[0])
+            own = torch.arange(query.shape[0], device=query.device)
             upstream = native.ColumnSums(column_peak, across / column_mass, None, None)
             rows = (down / mass, None, None, -(down + across))
             needs = tuple(ctx.needs_input_grad)

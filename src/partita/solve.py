@@ -16,9 +16,9 @@ from torch import Tensor
 from partita import _checks, engine
 from partita.engine import State
 from partita.engine import terms as _terms
-from partita.engine.state import product
 from partita.errors import ShapeError, ValueRangeError
-from partita.support import Support, mask
+from partita.precision import product
+from partita.support import Support, check_support, mask
 
 __all__ = ["as_mask", "solve_scale"]
 
@@ -50,6 +50,7 @@ def solve_scale(
     """
     if (entropy is None) == (width is None):
         raise ValueRangeError("give exactly one of entropy (nats) and width (keys).")
+    check_support(support)
     if bias is not None:
         support = as_mask(bias, support)
     rows = engine.build(query, key, support=support, grouped=grouped)

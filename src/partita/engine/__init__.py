@@ -12,7 +12,7 @@ from torch import Tensor
 
 from partita.engine.grid import Grid, tile_shape
 from partita.engine.registry import backend, backends, current, explain
-from partita.engine.request import Request, accumulation_dtype, build, extend, output_dtype
+from partita.engine.request import Request, build, extend
 from partita.engine.run import run as reduce
 from partita.engine.state import State, Stats, merge
 from partita.engine.tile import Clean, scores
@@ -23,7 +23,6 @@ __all__ = [
     "State",
     "Stats",
     "Sums",
-    "accumulation_dtype",
     "backend",
     "backends",
     "build",
@@ -31,7 +30,6 @@ __all__ = [
     "explain",
     "extend",
     "merge",
-    "output_dtype",
     "reduce",
     "scan",
     "tile_shape",

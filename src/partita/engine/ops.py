@@ -6,7 +6,6 @@ batch dimension.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -14,11 +13,11 @@ from torch import Tensor, library
 
 from partita.engine import registry
 from partita.engine.request import Request
-from partita.engine.state import autocasts
 from partita.engine.terms import unpack
 from partita.engine.tile import Upstream
+from partita.precision import no_autocast
 
-__all__ = ["OPERANDS", "Plan", "no_autocast", "reduce", "reduce_backward", "request_of", "whole_upstream"]
+__all__ = ["OPERANDS", "Plan", "reduce", "reduce_backward", "request_of", "whole_upstream"]
 
 OPERANDS = ("query", "key", "value", "scale", "bias")
 
@@ -77,12 +76,6 @@ def request_of(
 def _backend(request: Request, name: str) -> registry.Backend:
     # an empty name: the choice was not known while tracing, so it is made when the graph runs
     return registry.choose(request, name or registry.current())
-
-
-def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Autocast has lowered the operands when the request was built; the sums are not its business."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if autocasts(kind) else contextlib.nullcontext()
 
 
 @library.custom_op("partita::reduce", mutates_args=())

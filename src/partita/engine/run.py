@@ -12,11 +12,12 @@ from torch.autograd import forward_ad
 
 from partita.engine import registry
 from partita.engine.derivatives import Forward
-from partita.engine.ops import Plan, no_autocast, reduce
+from partita.engine.ops import Plan, reduce
 from partita.engine.request import Request
 from partita.engine.state import State, Stats
 from partita.engine.terms import pack
 from partita.engine.tiled import Sums
+from partita.precision import no_autocast
 
 __all__ = ["nobody_differentiates", "nobody_looks", "run"]
 
@@ -50,7 +51,7 @@ def run(request: Request) -> Sums:
     tensors: tuple[Tensor | None, ...]
     tensors = (request.query, request.key, request.value, request.scale, request.bias, request.target)
     plain = nobody_differentiates(tensors)
-    if plain and nobody_looks(tensors):
+    if plain and nobody_looks(tensors) and not request.query.is_meta:
         with no_autocast(request.query), torch.no_grad():
             sums = registry.choose(request, name).forward(replace(request, last=True))
         s = sums.state

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from partita._checks import broadcast_batch, has_values
 from partita.errors import ShapeError
+from partita.precision import product
 
-__all__ = ["LOWEST", "State", "Stats", "autocasts", "centre", "merge", "product"]
+__all__ = ["LOWEST", "State", "Stats", "centre", "merge"]
 
 LOWEST = -1e5  # exp of it is 0 in every dtype, its square is finite in float32
 
@@ -152,20 +153,6 @@ class State:
         return Stats(
             self.peak + log_mass, log_mass - mean, score, self.score_variance(), self.max_score(), self.visible()
         )
-
-
-def autocasts(kind: str) -> bool:
-    """Whether autocast is on for this kind of device; some kinds have none."""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in the dtype they have: autocast lowers the operands of a pass, never its sums."""
-    kind = a.device.type
-    if autocasts(kind):
-        with torch.autocast(kind, enabled=False):
-            return a @ b
-    return a @ b
 
 
 def centre(scores: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
