@@ -5,7 +5,7 @@ PYTHON   ?= $(shell command -v python3.11 || command -v python3)
 VENV     := .venv
 BIN      := $(VENV)/bin
 WORKERS  ?= 2
-BACKENDS ?= dense tiled native native-avx2 native-baseline
+BACKENDS ?= dense tiled toy native native-avx2 native-baseline
 SANITIZED ?= avx512 avx2 baseline
 
 # pip reads the first for the environment and, in older versions, for the isolated build too; newer ones read the second there.

@@ -56,7 +56,7 @@ BESIDE = {
 }
 # Faces read a distribution and never its engine, but the two types that their signatures name.
 FACES = ("losses", "contrastive", "attn", "theory", "metrics")
-PUBLIC_TYPES = {"Stats", "State", "Term", "conjunction"}
+PUBLIC_TYPES = {"Stats", "State", "Term", "Visibility"}
 
 
 def files() -> list[Path]:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from partita.engine import State as State
     from partita.engine import Stats as Stats
     from partita.engine import backend as backend
-    from partita.engine import backends as backends
     from partita.engine import merge as merge
+    from partita.engine.backends import backends as backends
     from partita.gibbs import Gibbs as Gibbs
     from partita.gibbs import explain as explain
     from partita.interception import replace_sdpa as replace_sdpa
@@ -66,7 +66,7 @@ _HOME = {
     "Stats": "engine",
     "attention": "attn",
     "backend": "engine",
-    "backends": "engine",
+    "backends": "engine.backends",
     "clip_loss": "contrastive",
     "cross_entropy": "losses",
     "distillation_loss": "losses",

@@ -70,7 +70,7 @@ def fit_temperature(
     x, low, high = _start(rows, key, shift), -math.inf, math.inf  # x = log(1/T)
     for _ in range(_PASSES):
         scale = math.exp(x)
-        sums = Gibbs(rows, key, scale=scale, bias=None if shift is None else scale * shift)._pass(target=index)
+        sums = Gibbs(rows, key, scale=scale, bias=None if shift is None else scale * shift).reduce(target=index)
         assert sums.target_score is not None
         state, score = sums.state, sums.target_score
         gap = state.mean_score() - score

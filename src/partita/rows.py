@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.engine import State, Stats, Sums
+from partita.engine import State, Stats
+from partita.engine.state import divided
+from partita.engine.sums import Sums
 from partita.errors import ValueRangeError
-from partita.gibbs import surprise
 
 __all__ = [
     "LossStats",
@@ -66,9 +67,7 @@ def loss_stats(sums: Sums) -> LossStats:
     """Statistics of every row of a pass that had a target and counted its rank."""
     assert sums.rank is not None
     state = sums.state
-    inverse = 1.0 / torch.where(state.empty(), torch.ones_like(state.mass), state.mass)
-    confidence = torch.where(state.empty(), torch.zeros_like(inverse), inverse)
-    return LossStats(*state.stats(), sums.rank, sums.rank == 0, confidence, surprise(sums))
+    return LossStats(*state.stats(), sums.rank, sums.rank == 0, state.confidence(), sums.nll())
 
 
 def among_all_rows(stats: LossStats, kept: Tensor, shape: Sequence[int]) -> LossStats:
@@ -109,7 +108,7 @@ def reduce_rows(rows: Tensor, reduction: str, total: Tensor | None = None) -> Te
         return rows.sum()
     if total is None:
         return rows.sum() / max(rows.numel(), 1)
-    return rows.sum() / torch.where(total == 0, torch.ones_like(total), total)
+    return divided(rows.sum(), total)
 
 
 def in_row_blocks(

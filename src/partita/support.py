@@ -241,7 +241,7 @@ class _Both(Support):
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         a = self.a.bind(n_query, n_key, batch, device)
         b = self.b.bind(n_query, n_key, batch, device)
-        return tuple(_terms.conjunction(x, y) for x in a for y in b)
+        return tuple(x & y for x in a for y in b)
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,13 +92,13 @@ def best_temperature(logits, target):
 def passes(monkeypatch):
     """Counts passes over the data."""
     seen = []
-    original = partita.Gibbs._pass
+    original = partita.Gibbs.reduce
 
     def counted(self, *arguments, **options):
         seen.append(1)
         return original(self, *arguments, **options)
 
-    monkeypatch.setattr(partita.Gibbs, "_pass", counted)
+    monkeypatch.setattr(partita.Gibbs, "reduce", counted)
     return seen
 
 

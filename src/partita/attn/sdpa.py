@@ -12,10 +12,10 @@ from partita.attn.bias import Bias
 from partita.attn.dropout import check_dropout, state_with_dropout
 from partita.attn.problem import Problem
 from partita.attn.rows import states_by_rows
-from partita.direct import attend
 from partita.distributed import team_of
 from partita.engine import State, Stats
 from partita.errors import ShapeError
+from partita.gibbs import plain_attention
 from partita.precision import output_dtype
 from partita.scale import Policy
 from partita.support import Support
@@ -103,9 +103,11 @@ def attention(
         )  # fmt: skip
         mean, state = mean_across(team_of(group), call, return_stats)
         return finish(state, value, sink, return_stats, mean)
-    added = (attn_mask, support, bias, softcap, sink)
-    if all(x is None for x in added) and dropout_p == 0.0 and (scale is None or type(scale) is float):
-        found = attend(query, key, value, scale, is_causal, enable_gqa, return_stats)
+    if (
+        attn_mask is None and support is None and bias is None and softcap is None and sink is None
+        and dropout_p == 0.0 and (scale is None or type(scale) is float)
+    ):  # fmt: skip
+        found = plain_attention(query, key, value, scale, is_causal, enable_gqa, return_stats)
         if found is not None:
             return found if return_stats else found[0]  # type: ignore[return-value]
     problem = Problem.of(

@@ -13,7 +13,6 @@ from partita.contrastive.candidates import check_pairs, prepare, resolve_scale
 from partita.distributed import joint_checks, team_of
 from partita.engine import Stats
 from partita.errors import ShapeError
-from partita.gibbs import surprise
 from partita.precision import loss_dtype
 from partita.rows import loss_stats
 from partita.support import Support
@@ -59,7 +58,7 @@ def nt_xent_loss(
         rank=return_stats,
         statistics=return_stats,
     )
-    loss = reduce_all(across, surprise(sums), reduction).to(loss_dtype(out0))
+    loss = reduce_all(across, sums.nll(), reduction).to(loss_dtype(out0))
     return (loss, loss_stats(sums)) if return_stats else loss
 
 

@@ -7,20 +7,22 @@ a masked place may have leaked there (0 * nan), and only the careful backend can
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from partita._checks import broadcast
-from partita.engine import native, tiled
+from partita.engine import native, native_losses
+from partita.engine.backends import tiled
+from partita.engine.backends.protocol import Backend, BothWays
 from partita.engine.request import Request
 from partita.engine.state import State, Stats
+from partita.engine.sums import Sums, Upstream
 from partita.engine.terms import Term, window_mask
-from partita.engine.tile import Upstream
-from partita.engine.tiled import Sums
 
-__all__ = ["backward", "forward", "statistics_of", "why_not"]
+__all__ = ["BACKEND", "backward", "forward", "why_not"]
 
 _LARGEST_MASK = 1 << 25  # bytes; a union of supports up to this size is written out
 _OPERANDS = ("query", "key", "value", "scale", "bias")
@@ -103,7 +105,7 @@ def statistics_of(found: native.Sums) -> Stats | None:
     return Stats(log_partition, entropy, mean, variance, top, found[5])
 
 
-def backward(request: Request, peak: Tensor, g: Upstream, needs: tuple[bool, ...]) -> dict[str, Tensor]:
+def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
     query, key, value, scale, bias = needs
     found = native.reduce_backward(
         request.query,
@@ -126,3 +128,126 @@ def backward(request: Request, peak: Tensor, g: Upstream, needs: tuple[bool, ...
         return tiled.backward(request, peak, g, needs)
     pairs = zip(_OPERANDS, found, strict=True)
     return {name: grad for name, grad in pairs if grad is not None}
+
+
+# ---- kernels of its own ---------------------------------------------------------------------------------------------
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, statistics: bool
+) -> tuple[Tensor, Stats | None] | None:
+    """Plain attention; None where something is unusual or not finite."""
+    if not _usual(query, key, value) or native.why_not() is not None or not math.isfinite(scale):
+        return None
+    groups = query.shape[-3] // key.shape[-3]
+    if groups > 1:  # one more batch dimension, in which keys and values are shared
+        query = query.unflatten(-3, (-1, groups))
+        key, value = key.unsqueeze(-3), value.unsqueeze(-3)
+    batch, n_query = query.shape[:-2], query.shape[-2]
+    terms: tuple[Term, ...] = ()
+    if causal:
+        stop = torch.arange(1, n_query + 1, dtype=torch.int32, device="cpu").view(*[1] * len(batch), n_query)
+        terms = (Term(stop=stop),)
+    sharp = torch.full((1,) * (len(batch) + 1), scale, dtype=query.dtype, device="cpu")
+    given = (query, key, value, sharp, None, None, terms, None)
+    found = native.reduce(*given, moments=statistics, rank=False, mean=True, as_query=True, last=True)
+    if found is None or found.moment is None:
+        return None
+    mean, stats = found.moment, statistics_of(found)
+    if groups > 1:
+        mean = mean.flatten(-4, -3)
+        stats = None if stats is None else Stats(*(t.flatten(-3, -2) for t in stats))
+    return mean, stats
+
+
+def _usual(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Float CPU tensors with a head dimension, equal batch dimensions, and heads that key heads divide."""
+    dims, dtype = query.dim(), query.dtype
+    if dims < 3 or key.dim() != dims or value.dim() != dims or dtype not in (torch.float32, torch.float64):
+        return False
+    if key.dtype != dtype or value.dtype != dtype or not (query.is_cpu and key.is_cpu and value.is_cpu):
+        return False
+    (*lead, heads, n_query, dim), (*key_lead, key_heads, n_key, key_dim) = query.shape, key.shape
+    return (
+        lead == key_lead
+        and value.shape[:-1] == key.shape[:-1]
+        and key_dim == dim
+        and min(key_heads, n_query, n_key, dim, value.shape[-1], *lead) > 0
+        and heads % key_heads == 0
+    )
+
+
+def weighted_nll(request: Request, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """nll of every row of a classifier, and the gradients of their weighted sum; None where that has no kernel."""
+    r = request
+    flat = r.query.dim() == 2 and not r.terms and r.softcap is None and r.target is not None and r.target.dim() == 1
+    if (
+        not flat
+        or r.query.dtype not in (torch.float32, torch.float64)
+        or (r.bias is not None and r.bias.shape[-2] != 1)
+    ):
+        return None
+    need_query, need_key, _, need_scale, need_bias = needs
+    assert r.target is not None
+    bias = None if r.bias is None else r.bias[0].to(r.dtype).expand(r.n_key).contiguous()
+    rows = weight.expand(r.n_query).contiguous()
+    wanted = (need_query, need_key, need_bias, need_scale)
+    found = native_losses.linear_cross_entropy(
+        r.query, r.key, bias, r.target.contiguous(), r.scale, rows, None, None, needs=wanted
+    )
+    if found is None:
+        return None
+    sums, made = found
+    grads: dict[str, Tensor] = {}
+    if made.input is not None:
+        grads["query"] = made.input
+    if made.weight is not None:
+        grads["key"] = made.weight
+    if made.scale is not None:
+        grads["scale"] = made.scale.sum_to_size(r.scale.shape)
+    if made.bias is not None and r.bias is not None:
+        grads["bias"] = made.bias[None].sum_to_size(r.bias.shape).to(r.bias.dtype)
+    return sums.mass.log() + (sums.peak - sums.target_score), grads
+
+
+def both_ways(request: Request) -> tuple[Sums, Sums] | None:
+    """Row and column sums of one product, and the scores of the diagonal."""
+    if request.query.dtype not in (torch.float32, torch.float64):
+        return None
+    found = native_losses.reduce_both(request.query, request.key, request.scale, request.target)
+    if found is None:
+        return None
+    rows, columns = found
+    assert columns.mass is not None
+    score = rows.target_score
+    return (
+        Sums(State(rows.peak, rows.mass, rows.mass, rows.mass, rows.mass), score),
+        Sums(State(columns.peak, columns.mass, columns.mass, columns.mass, columns.mass), score),
+    )
+
+
+def both_ways_backward(
+    request: Request, sums: Sequence[Tensor], g: Sequence[Tensor], needs: Sequence[bool]
+) -> dict[str, Tensor] | None:
+    """Gradients of both nlls: the scores once more, then one product for each side."""
+    peak, mass, column_peak, column_mass = sums
+    down, across = g
+    upstream = native.ColumnSums(column_peak, across / column_mass, None, None)
+    rows = (down / mass, None, None, -(down + across))
+    wanted = (needs[0], needs[1], needs[3])
+    found = native_losses.reduce_both_backward(
+        request.query, request.key, request.scale, request.target, peak, rows, upstream, wanted
+    )
+    return None if found is None else {name: x for name, x in found._asdict().items() if x is not None}
+
+
+BACKEND = Backend(
+    "native",
+    "but another was asked for",
+    why_not,
+    forward,
+    backward,
+    attention,
+    weighted_nll,
+    BothWays(both_ways, both_ways_backward),
+)

@@ -68,7 +68,7 @@ def linear_distillation_loss(
         )
     teacher = Gibbs(teacher_input.detach(), teacher_weight.detach(), scale=1 / temperature).state(linear_weight)
     agreement = (input * teacher.expectation().to(input.dtype)).sum(-1) / temperature
-    student = Gibbs(input, linear_weight, scale=1 / temperature)._pass(statistics=False).state
+    student = Gibbs(input, linear_weight, scale=1 / temperature).reduce(statistics=False).state
     rows = student.log_partition() - agreement - teacher.entropy()
     return reduce_rows(temperature**2 * rows, reduction).to(loss_dtype(input))
 

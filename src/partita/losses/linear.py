@@ -10,13 +10,12 @@ from partita._overrides import overridable
 from partita.distributed import joint_checks, team_of
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError
-from partita.fused import total_nll
-from partita.gibbs import Gibbs, surprise
+from partita.gibbs import Gibbs
 from partita.losses.head import Head, weighted_scores
 from partita.losses.objective import Options, Terms
 from partita.losses.sharded import agree, check_slice, read_slices, terms_of_slices
 from partita.precision import autocasts, loss_dtype
-from partita.rows import among_all_rows, blank_ignored, loss_stats
+from partita.rows import among_all_rows, blank_ignored, loss_stats, reduce_rows
 
 __all__ = ["linear_cross_entropy", "weighted_nll"]
 
@@ -87,10 +86,10 @@ def linear_cross_entropy(
         return weighted_nll(gibbs, head.index, terms, total).to(dtype)
     statistics = return_stats or entropy_weight != 0.0
     if own is None:
-        sums = gibbs._pass(target=head.index, rank=return_stats, statistics=statistics)
+        sums = gibbs.reduce(target=head.index, rank=return_stats, statistics=statistics)
     else:
         sums = read_slices(gibbs, own, rank=return_stats, statistics=statistics)
-    rows = terms.rows(surprise(sums), sums.state, options)
+    rows = terms.rows(sums.nll(), sums.state, options)
     loss = head.place(rows) if reduction == "none" else terms.reduce(rows, options)
     if not return_stats:
         return loss.to(dtype)
@@ -108,11 +107,11 @@ def weighted_nll(gibbs: Gibbs, target: Tensor, terms: Terms, total: Tensor | Non
     goes forward.
     """
     if terms.linear is None:
-        out = total_nll(gibbs, target, terms.weigh(terms.on_target))
+        out = gibbs.weighted_nll(target, terms.weigh(terms.on_target))
     else:
-        sums = gibbs._pass(target=target, statistics=False)
-        out = terms.rows(surprise(sums), sums.state, Options(gibbs.key.shape[-2])).sum()
-    return out if total is None else out / torch.where(total == 0, torch.ones_like(total), total)
+        sums = gibbs.reduce(target=target, statistics=False)
+        out = terms.rows(sums.nll(), sums.state, Options(gibbs.key.shape[-2])).sum()
+    return out if total is None else reduce_rows(out, "mean", total)
 
 
 def _terms(head: Head, options: Options, softcap: float | None) -> Terms:

@@ -16,7 +16,6 @@ from partita import _checks
 from partita._overrides import overridable
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
-from partita.gibbs import surprise
 from partita.losses.objective import Options, Terms
 from partita.precision import loss_dtype
 from partita.rows import blank_ignored, loss_stats, probabilities, reduce_rows, sums_of
@@ -75,7 +74,7 @@ def cross_entropy(
         class_weight = options.class_weight(raised.dtype)
         linear = (raised if class_weight is None else raised * class_weight).sum(-1) if label_smoothing else None
         terms = Terms.of_index(index, options, linear, sample, kept, raised[..., 0])
-    rows = terms.rows(surprise(sums), sums.state, options)
+    rows = terms.rows(sums.nll(), sums.state, options)
     loss = terms.reduce(rows, options).to(loss_dtype(input))
     if not return_stats:
         return loss
@@ -107,7 +106,7 @@ def focal_loss(
     logits = _classes_last(input)
     raised = logits.to(torch.promote_types(logits.dtype, torch.float32))
     index, kept = _index(target, logits.shape[:-1], logits.shape[-1], ignore_index)
-    nll = surprise(sums_of(raised, index))
+    nll = sums_of(raised, index).nll()
     rows = nll
     if gamma:
         wrong = 1 - (-nll).exp()

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from partita._checks import has_values
 from partita.engine.request import Request
-from partita.engine.state import LOWEST, State, centre
+from partita.engine.state import LOWEST, State, centre, divided
+from partita.engine.sums import Upstream
 from partita.engine.terms import cut
 from partita.precision import product
 
@@ -155,7 +156,7 @@ def sums(clean: Clean, x: Operands, s: Tensor, mask: Tensor | None, cols: slice)
     first = spread = torch.zeros_like(mass)
     if clean.request.statistics:
         first = torch.linalg.vecdot(weight, c)
-        mean = first / torch.where(empty, torch.ones_like(mass), mass)
+        mean = divided(first, mass)
         c.sub_(mean[..., None]).square_()
         spread = torch.linalg.vecdot(weight, c)
     if mask is None:
@@ -178,17 +179,6 @@ def _poison(result: Tensor, given: Tensor, mask: Tensor | None, s: Tensor) -> Te
     lost = (_against(seen, given.isnan().to(s.dtype)) > 0) | (high & low)
     result = torch.where(high, torch.inf, torch.where(low, -torch.inf, result))
     return torch.where(lost, torch.nan, result)
-
-
-@dataclass(frozen=True, eq=False)
-class Upstream:
-    """Gradients of the row sums, for the rows of a tile."""
-
-    mass: Tensor  # (*b, q)
-    first: Tensor
-    second: Tensor
-    moment: Tensor | None  # (*b, q, V)
-    target: Tensor | None  # (*b, q)
 
 
 def gradients(

@@ -6,28 +6,35 @@ they fit. `dense` is the same loop with a single tile.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from partita.engine.grid import Grid
+from partita.engine.backends.tiled.grid import Grid, tile_shape
+from partita.engine.backends.tiled.tile import Clean, Operands, gradients, row_slice, scores, sums
 from partita.engine.request import Request
 from partita.engine.state import State
+from partita.engine.sums import Sums, Upstream
 from partita.engine.terms import cut
-from partita.engine.tile import Clean, Operands, Upstream, gradients, row_slice, scores, sums
 
-__all__ = ["Sums", "backward", "forward", "second_order"]
+__all__ = [
+    "always",
+    "backward",
+    "backward_whole",
+    "forward",
+    "forward_whole",
+    "score_tiles",
+    "scores_whole",
+    "second_order",
+    "tile_shape",
+]
 
 
-class Sums(NamedTuple):
-    """Everything a forward pass gives, per row."""
-
-    state: State
-    target_score: Tensor | None
-    rank: Tensor | None
-    mean: Tensor | None = None  # E[value], where the request asks for it and not for the moment
+def always(request: Request) -> str | None:
+    """It serves whatever is asked."""
+    return None
 
 
 def _neutral(request: Request, n_query: int) -> State:
@@ -109,7 +116,7 @@ def _averaged(sums: Sums, request: Request) -> Sums:
 class Accumulator:
     """Gradients of all operands, added up tile by tile in the accumulation dtype."""
 
-    def __init__(self, request: Request, needs: tuple[bool, ...]):
+    def __init__(self, request: Request, needs: Sequence[bool]):
         given = Operands(request.query, request.key, request.value, request.scale, request.bias)
         self.total: dict[str, Tensor] = {}
         for field, needed in zip(fields(given), needs, strict=True):
@@ -145,7 +152,7 @@ def _upstream(g: Upstream, rows: slice) -> Upstream:
 
 @torch.no_grad()
 def backward(
-    request: Request, peak: Tensor, g: Upstream, needs: tuple[bool, ...], *, shape: tuple[int, int] | None = None
+    request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool], *, shape: tuple[int, int] | None = None
 ) -> dict[str, Tensor]:
     """Gradients of (query, key, value, scale, bias), as far as needed, in the accumulation dtype."""
     clean, grid = Clean.of(request), Grid(request, shape)
@@ -213,3 +220,49 @@ def _placed(name: str, piece: Tensor, whole: Tensor, rows: slice, cols: slice) -
 
 def _present(group: Operands | Upstream) -> dict[str, Tensor]:
     return {f.name: t for f in fields(group) if (t := getattr(group, f.name)) is not None}
+
+
+# ---- one tile -------------------------------------------------------------------------------------------------------
+
+
+def _whole(request: Request) -> tuple[int, int]:
+    return max(1, request.n_query), max(1, request.n_key)
+
+
+def forward_whole(request: Request) -> Sums:
+    """`forward` in a single tile."""
+    return forward(request, shape=_whole(request))
+
+
+def backward_whole(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+    """`backward` in a single tile."""
+    return backward(request, peak, g, needs, shape=_whole(request))
+
+
+# ---- the scores themselves ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def score_tiles(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice, Tensor]]]]:
+    """For each row tile its rows, and an iterator of (columns, scores) tiles; -inf is not visible."""
+    clean, grid = Clean.of(request), Grid(request)
+    for index, rows in enumerate(grid.rows):
+
+        def tiles(index: int = index, rows: slice = rows) -> Iterator[tuple[slice, Tensor]]:
+            for cols, mask in grid.visit(index):
+                s, _, _ = scores(clean, clean.operands(rows, cols), rows, cols, mask)
+                yield cols, s.expand(*request.batch, *s.shape[-2:])
+
+        yield rows, tiles()
+
+
+def scores_whole(request: Request) -> Tensor:  # (*b, Q, K)
+    """All scores at once, differentiable."""
+    clean, grid = Clean.of(request), Grid(request, _whole(request))
+    rows, cols = slice(0, request.n_query), slice(0, request.n_key)
+    shape = (*request.batch, request.n_query, request.n_key)
+    if not grid.rows:
+        return request.scale.new_zeros(shape)
+    for cols, mask in grid.visit(0):
+        return scores(clean, clean.operands(rows, cols), rows, cols, mask)[0].expand(shape)
+    return request.scale.new_full(shape, -torch.inf)
