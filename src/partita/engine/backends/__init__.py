@@ -13,8 +13,7 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import overload
 
-from partita.engine import native_backend
-from partita.engine.backends import tiled
+from partita.engine.backends import native, tiled
 from partita.engine.backends.protocol import Backend
 from partita.engine.request import Request
 from partita.errors import BackendError
@@ -24,7 +23,7 @@ __all__ = ["TABLE", "Backend", "backend", "backends", "choose", "current", "expl
 TABLE = {
     entry.name: entry
     for entry in (
-        native_backend.BACKEND,
+        native.BACKEND,
         Backend("tiled", "on any device, slower than native", tiled.always, tiled.forward, tiled.backward),
         Backend("dense", "but holds every score at once", tiled.always, tiled.forward_whole, tiled.backward_whole),
     )

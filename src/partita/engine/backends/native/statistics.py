@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.engine import native
+from partita.engine.backends.native import reduce as native
 
 __all__ = ["BANDS", "BINS", "Totals", "add_rows"]
 

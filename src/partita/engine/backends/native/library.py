@@ -37,9 +37,11 @@ class Library(NamedTuple):
 
 @functools.cache
 def _find() -> tuple[Library | None, str | None]:
-    places = [Path(__file__).parent.parent / "native" / _NAME]
+    places = [Path(__file__).parent / _NAME]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        places.append(Path(str(importlib.metadata.distribution("partita").locate_file(f"partita/native/{_NAME}"))))
+        places.append(
+            Path(str(importlib.metadata.distribution("partita").locate_file(f"partita/engine/backends/native/{_NAME}")))
+        )
     if override := os.environ.get("PARTITA_NATIVE_LIBRARY"):
         places = [Path(override)]
     path = next((p for p in places if p.is_file()), None)

@@ -8,7 +8,7 @@
 #include <cstdlib>
 
 #include "kernels.h"
-#include "tile.h"
+#include "scores.h"
 
 namespace partita {
 namespace PARTITA_ISA {

@@ -4,7 +4,7 @@
 //   s[j] = <query, key_j>    c = keep c + sum_j e_j value_j
 #pragma once
 #include "exp.h"
-#include "pack.h"
+#include "packing.h"
 
 namespace partita {
 namespace PARTITA_ISA {

@@ -5,7 +5,7 @@
 #pragma once
 #include <cmath>
 
-#include "vec.h"
+#include "simd.h"
 
 namespace partita {
 namespace PARTITA_ISA {

@@ -2,7 +2,7 @@
 #pragma once
 #include <vector>
 
-#include "problem.h"
+#include "interface.h"
 
 namespace partita {
 

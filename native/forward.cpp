@@ -3,9 +3,9 @@
 // A task is a block of rows against a range of keys. Key blocks are the outer loop (a block stays in L2), register tiles of
 // rows the inner one (their scores stay in L1): product, softcap/bias/mask, then peak, exponentials and their sums (soften.h),
 // then the product with the values. Ranges of keys are merged in a fixed order.
-#include "columns.h"
-#include "few.h"
-#include "finish.h"
+#include "column_sums.h"
+#include "decode.h"
+#include "epilogue.h"
 
 namespace partita {
 namespace PARTITA_ISA {

@@ -3,7 +3,7 @@
 #pragma once
 #include <initializer_list>
 
-#include "soften.h"
+#include "online_softmax.h"
 
 namespace partita {
 namespace PARTITA_ISA {

@@ -1,6 +1,6 @@
 // The kernels of one instruction set, as the dispatcher sees them. `plan` has been made with the tuning of the same set.
 #pragma once
-#include "problem.h"
+#include "interface.h"
 
 namespace partita {
 

@@ -5,7 +5,7 @@
 // The strides of the left factor are compile-time, so all M broadcasts share one pointer. Three forms serve everything:
 // packed rows (AK = LANES, AR = 1), a score tile as it lies (AK = 1, AR = its stride), a score tile transposed (the reverse).
 #pragma once
-#include "vec.h"
+#include "simd.h"
 
 namespace partita {
 namespace PARTITA_ISA {

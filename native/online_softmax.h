@@ -4,7 +4,7 @@
 // known where most of the mass lies, to the mean of those scores.
 #pragma once
 #include "kernels.h"
-#include "tile.h"
+#include "scores.h"
 
 namespace partita {
 namespace PARTITA_ISA {

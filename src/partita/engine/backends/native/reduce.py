@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.engine.native_library import Library, load, why_not
-from partita.engine.native_operands import NOTHING, Call, Term, offsets, prepare
+from partita.engine.backends.native.library import Library, load, why_not
+from partita.engine.backends.native.operands import NOTHING, Call, Term, offsets, prepare
 
 __all__ = ["ColumnSums", "Gradients", "Library", "Sums", "load", "reduce", "reduce_backward", "why_not"]
 

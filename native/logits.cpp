@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "kernels.h"
-#include "tile.h"
+#include "scores.h"
 
 namespace partita {
 namespace PARTITA_ISA {

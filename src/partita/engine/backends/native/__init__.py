@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from partita._checks import broadcast
-from partita.engine import native, native_losses
 from partita.engine.backends import tiled
+from partita.engine.backends.native import losses, reduce
+from partita.engine.backends.native.library import why_not as why_not_loaded
 from partita.engine.backends.protocol import Backend, BothWays
 from partita.engine.request import Request
 from partita.engine.state import State, Stats
@@ -36,7 +37,7 @@ def why_not(request: Request) -> str | None:
         return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
     if request.cap_bias and request.softcap is not None and request.bias is not None:
         return "it adds a bias after the softcap, not before"
-    return native.why_not()
+    return why_not_loaded()
 
 
 def _union_bytes(request: Request) -> int:
@@ -74,7 +75,7 @@ def _small(ids: Tensor) -> bool:
 
 
 def forward(request: Request) -> Sums:
-    found = native.reduce(
+    found = reduce.reduce(
         request.query,
         request.key,
         request.value,
@@ -98,7 +99,7 @@ def forward(request: Request) -> Sums:
     return Sums(state, found.target_score, found.rank, found.moment if request.mean else None)
 
 
-def statistics_of(found: native.Sums) -> Stats | None:
+def statistics_of(found: reduce.Sums) -> Stats | None:
     if found.stats is None:
         return None
     log_partition, entropy, mean, variance, top = found.stats.unbind()
@@ -107,7 +108,7 @@ def statistics_of(found: native.Sums) -> Stats | None:
 
 def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
     query, key, value, scale, bias = needs
-    found = native.reduce_backward(
+    found = reduce.reduce_backward(
         request.query,
         request.key,
         request.value,
@@ -137,7 +138,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, statistics: bool
 ) -> tuple[Tensor, Stats | None] | None:
     """Plain attention; None where something is unusual or not finite."""
-    if not _usual(query, key, value) or native.why_not() is not None or not math.isfinite(scale):
+    if not _usual(query, key, value) or why_not_loaded() is not None or not math.isfinite(scale):
         return None
     groups = query.shape[-3] // key.shape[-3]
     if groups > 1:  # one more batch dimension, in which keys and values are shared
@@ -150,7 +151,7 @@ def attention(
         terms = (Term(stop=stop),)
     sharp = torch.full((1,) * (len(batch) + 1), scale, dtype=query.dtype, device="cpu")
     given = (query, key, value, sharp, None, None, terms, None)
-    found = native.reduce(*given, moments=statistics, rank=False, mean=True, as_query=True, last=True)
+    found = reduce.reduce(*given, moments=statistics, rank=False, mean=True, as_query=True, last=True)
     if found is None or found.moment is None:
         return None
     mean, stats = found.moment, statistics_of(found)
@@ -192,7 +193,7 @@ def weighted_nll(request: Request, weight: Tensor, needs: Sequence[bool]) -> tup
     bias = None if r.bias is None else r.bias[0].to(r.dtype).expand(r.n_key).contiguous()
     rows = weight.expand(r.n_query).contiguous()
     wanted = (need_query, need_key, need_bias, need_scale)
-    found = native_losses.linear_cross_entropy(
+    found = losses.linear_cross_entropy(
         r.query, r.key, bias, r.target.contiguous(), r.scale, rows, None, None, needs=wanted
     )
     if found is None:
@@ -214,7 +215,7 @@ def both_ways(request: Request) -> tuple[Sums, Sums] | None:
     """Row and column sums of one product, and the scores of the diagonal."""
     if request.query.dtype not in (torch.float32, torch.float64):
         return None
-    found = native_losses.reduce_both(request.query, request.key, request.scale, request.target)
+    found = losses.reduce_both(request.query, request.key, request.scale, request.target)
     if found is None:
         return None
     rows, columns = found
@@ -232,10 +233,10 @@ def both_ways_backward(
     """Gradients of both nlls: the scores once more, then one product for each side."""
     peak, mass, column_peak, column_mass = sums
     down, across = g
-    upstream = native.ColumnSums(column_peak, across / column_mass, None, None)
+    upstream = reduce.ColumnSums(column_peak, across / column_mass, None, None)
     rows = (down / mass, None, None, -(down + across))
     wanted = (needs[0], needs[1], needs[3])
-    found = native_losses.reduce_both_backward(
+    found = losses.reduce_both_backward(
         request.query, request.key, request.scale, request.target, peak, rows, upstream, wanted
     )
     return None if found is None else {name: x for name, x in found._asdict().items() if x is not None}

@@ -4,7 +4,7 @@
 //
 // Each task has its own sums over its rows; they are merged in the order of the tasks' rows.
 #pragma once
-#include "soften.h"
+#include "online_softmax.h"
 
 namespace partita {
 namespace PARTITA_ISA {

@@ -4,7 +4,7 @@
 // turns products into scores in base 2: softcap, bias, then -inf on what is invisible.
 #pragma once
 #include "exp.h"
-#include "pack.h"
+#include "packing.h"
 
 namespace partita {
 namespace PARTITA_ISA {

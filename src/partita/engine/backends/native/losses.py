@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.engine import native
-from partita.engine.room import room
+from partita.engine.backends.native import reduce as native
+from partita.engine.backends.native.workspace import room
 
 _ROWS = struct.Struct("3q4i12q")
 _LOGITS = struct.Struct("5q2i3q")

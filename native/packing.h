@@ -3,8 +3,8 @@
 //   panel   keys (or rows) of one panel, feature-major: panel[k][j]; missing keys are 0
 //   rows    row-major with a padded width; missing columns are 0
 #pragma once
-#include "problem.h"
-#include "vec.h"
+#include "interface.h"
+#include "simd.h"
 #include "gemm.h"
 
 namespace partita {
