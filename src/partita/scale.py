@@ -199,10 +199,17 @@ class ScalableSoftmax(nn.Module, Policy):
     `visible` is (..., n_query) or (..., heads, n_query); the result has a head dimension.
     """
 
-    def __init__(self, heads: int, init: float = 1.0):
+    def __init__(
+        self,
+        heads: int,
+        init: float = 1.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_positive("heads", heads)
-        self.s = nn.Parameter(torch.full((heads,), float(init)))
+        self.s = nn.Parameter(torch.full((heads,), float(init), device=device, dtype=dtype))
 
     def forward(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
         return self.multiplier(_count(visible, query), dim)
