@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from partita.losses import mae_loss as mae_loss
     from partita.losses import mse_loss as mse_loss
     from partita.losses import nce_loss as nce_loss
-    from partita.losses import weighted_cross_entropy as weighted_cross_entropy
     from partita.monitor import load_record as load_record
     from partita.monitor import watch as watch
     from partita.solve import solve_scale as solve_scale
@@ -90,7 +89,6 @@ _HOME = {
     "solve_scale": "solve",
     "supcon_loss": "contrastive",
     "watch": "monitor",
-    "weighted_cross_entropy": "losses",
 }
 _MODULES = (
     "adapters",

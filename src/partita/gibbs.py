@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,12 +15,13 @@ from partita.engine import explain as explain_request
 from partita.engine import terms as _terms
 from partita.engine.execute import attention as plain_attention
 from partita.engine.execute import both_ways, execute, score_tiles, scores, weighted_nll
-from partita.engine.request import Request, build, extend, output_dtype
+from partita.engine.request import Request, build, extend
 from partita.engine.sums import Sums
-from partita.errors import ValueRangeError
+from partita.errors import DtypeError, ValueRangeError
+from partita.precision import output_dtype
 from partita.scale import Policy, TargetEntropy
 from partita.solve import as_mask, solve_scale
-from partita.support import Support
+from partita.support import Support, check_support
 
 __all__ = ["Gibbs", "explain", "plain_attention"]
 
@@ -38,7 +40,9 @@ class Gibbs:
         p(j|i) = exp( softcap(scale_i * <query_i, key_j>) + bias_ij ) / Z_i        j in the support of i
 
     Nothing of size n_query * n_key is built, except by `probs`. The first read fills all row statistics; later reads of
-    the same object share that pass and its graph.
+    the same object share that pass and its graph. A tensor given here, or to the support, that is changed in place is
+    noticed by the next read; what torch keeps no version of is not: tensors made under `torch.inference_mode`, and
+    writes through `.data`, NumPy or another process.
 
     >>> p = Gibbs(torch.zeros(2, 3), torch.zeros(5, 3))
     >>> p.entropy()  # uniform over 5 keys: log 5
@@ -62,6 +66,7 @@ class Gibbs:
         grouped: bool = False,
         cap_bias: bool = False,
     ):
+        check_support(support)
         self.query = query
         self.key = key
         self.bias = bias
@@ -134,7 +139,8 @@ class Gibbs:
     def _stamp(self, target: Tensor | None = None) -> tuple[object, ...]:
         """What a cached pass depends on besides this object: the grad mode, and whether a tensor was written to."""
         learned = tuple(self._given.parameters()) if isinstance(self._given, torch.nn.Module) else ()
-        given = (self.query, self.key, self.bias, self._given, target, *learned)
+        bound = () if self.support is None else self.support.tensors()
+        given = (self.query, self.key, self.bias, self._given, target, *learned, *bound)
         versions = (t._version for t in given if isinstance(t, Tensor) and not t.is_inference())
         return torch.is_grad_enabled(), *versions
 
@@ -361,6 +367,10 @@ def _rows_cat(parts: list[Tensor], request: Request, dtype: torch.dtype, *tail: 
 def _score_at(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
     """Scores of chosen keys, differentiable; the keys are gathered."""
     batch, (n, k) = request.batch, index.shape[-2:]
+    if not request.n_key:  # nothing to choose from: a key of zeros stands in, so that its gradient is 0 and not absent
+        pad = torch.nn.functional.pad
+        bias = None if request.bias is None else pad(request.bias[..., :0], (0, 1))
+        request = replace(request, key=pad(request.key, (0, 0, 0, 1)), bias=bias)
     key = request.key.expand(*batch, *request.key.shape[-2:]).to(request.dtype)
     flat = index.reshape(*batch, n * k, 1).expand(*batch, n * k, key.shape[-1])
     chosen = key.gather(-2, flat).unflatten(-2, (n, k))
@@ -376,10 +386,21 @@ def _score_at(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
     return out
 
 
-def explain(gibbs: Gibbs) -> str:
+class Explanation(str):
+    """Text that is shown as it reads, at a prompt too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def explain(gibbs: Gibbs) -> Explanation:
     """Which backend serves this distribution, and why the others do not.
 
     >>> print(explain(Gibbs(torch.zeros(2, 3), torch.zeros(5, 3), support=None)).splitlines()[0])  # doctest: +SKIP
     native serves
     """
-    return explain_request(gibbs.request())
+    if not isinstance(gibbs, Gibbs):
+        raise DtypeError(f"explain takes a Gibbs; got {type(gibbs).__name__}. Make one: explain(Gibbs(query, key)).")
+    return Explanation(explain_request(gibbs.request()))

@@ -18,9 +18,9 @@ from partita.engine import State
 from partita.engine import terms as _terms
 from partita.engine.execute import execute
 from partita.engine.request import build
-from partita.engine.state import product
 from partita.errors import ShapeError, ValueRangeError
-from partita.support import Support, mask
+from partita.precision import product
+from partita.support import Support, check_support, mask
 
 __all__ = ["as_mask", "solve_scale"]
 
@@ -52,6 +52,7 @@ def solve_scale(
     """
     if (entropy is None) == (width is None):
         raise ValueRangeError("give exactly one of entropy (nats) and width (keys).")
+    check_support(support)
     if bias is not None:
         support = as_mask(bias, support)
     rows = build(query, key, support=support, grouped=grouped)

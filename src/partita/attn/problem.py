@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
+from partita._checks import check_heads
 from partita.attn.bias import Bias
 from partita.attn.rows import KeysOf, RowsOf, blocks
 from partita.errors import DtypeError, ShapeError, ValueRangeError
@@ -50,6 +51,7 @@ class Problem:
     def of(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Problem:
         attn_mask, support, bias = options.get("attn_mask"), options.get("support"), options.get("bias")
         scale = options.get("scale")
+        supports.check_support(support)
         rule, bias = (bias, None) if isinstance(bias, Bias) else (None, bias)
         if attn_mask is not None:
             if attn_mask.dtype == torch.bool:
@@ -60,6 +62,8 @@ class Problem:
                 raise DtypeError(
                     f"attn_mask must be boolean (True = visible) or floating (added); got {attn_mask.dtype}."
                 )
+        if bias is not None and bias.dim() < 2:
+            bias = bias.reshape(1, -1)
         if options.get("is_causal", False):
             support = both(support, supports.causal())
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -68,6 +72,8 @@ class Problem:
                 "TargetEntropy takes no position bias: with a bias the entropy is not monotone in the scale."
             )
         grouped = options.get("enable_gqa", False)
+        if not grouped:
+            check_heads(query, key)
         return Problem(query, key, scale, support, bias, rule, options.get("softcap"), grouped)
 
     @property

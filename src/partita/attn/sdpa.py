@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from partita._overrides import overridable
@@ -17,6 +16,7 @@ from partita.distributed import team_of
 from partita.engine import State, Stats
 from partita.errors import ShapeError
 from partita.gibbs import plain_attention
+from partita.precision import output_dtype
 from partita.scale import Policy
 from partita.support import Support
 
@@ -139,14 +139,8 @@ def finish(
     out = state.expectation(consume=True) if mean is None else mean
     if sink is not None:
         out = out * (1 - state.sink_mass(_per_row(sink, state.mass)))[..., None]
-    out = out.to(_output_dtype(value))
+    out = out.to(output_dtype(value))
     return (out, state.stats()) if return_stats else out
-
-
-def _output_dtype(value: Tensor) -> torch.dtype:
-    kind = value.device.type
-    autocast = value.dtype != torch.float64 and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if autocast else value.dtype
 
 
 def _per_row(sink: Tensor, rows: Tensor) -> Tensor:

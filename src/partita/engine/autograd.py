@@ -9,7 +9,6 @@ a profiler one name; where nobody looks they are left out.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +19,10 @@ from torch import Tensor, library
 from partita.engine import backends
 from partita.engine.backends import tiled
 from partita.engine.request import Request
-from partita.engine.state import Stats, autocasts, raw_gradients
+from partita.engine.state import Stats, raw_gradients
 from partita.engine.sums import OPERANDS, Sums, Upstream
 from partita.engine.terms import pack, unpack
+from partita.precision import no_autocast
 
 __all__ = ["Pass", "Plan", "backward", "forward", "reduce"]
 
@@ -30,15 +30,9 @@ _ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: wh
 _ABSENT = 0  # the size of an output that was not asked for: an operator has no optional results
 
 
-def _plainly(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Autocast has lowered the operands when the request was built; the sums are not its business."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if autocasts(kind) else contextlib.nullcontext()
-
-
 def forward(request: Request, backend: str = "") -> Sums:
     """The pass by a backend, without a graph."""
-    with _plainly(request.query), torch.no_grad():
+    with no_autocast(request.query), torch.no_grad():
         return backends.choose(request, backend).forward(request)
 
 
@@ -46,7 +40,7 @@ def backward(
     request: Request, peak: Tensor, upstream: Upstream, needs: Sequence[bool], backend: str = ""
 ) -> dict[str, Tensor]:
     """Gradients of the operands that need one, by their names, in the accumulation dtype; without a graph."""
-    with _plainly(request.query), torch.no_grad():
+    with no_autocast(request.query), torch.no_grad():
         return backends.choose(request, backend).backward(request, peak, upstream, needs)
 
 

@@ -26,8 +26,9 @@ from partita.engine.autograd import backward, forward
 from partita.engine.backends import tiled
 from partita.engine.fused import BothWaysNll, WeightedNll
 from partita.engine.request import Request
-from partita.engine.state import Stats, autocasts
+from partita.engine.state import Stats
 from partita.engine.sums import Sums
+from partita.precision import autocasts
 
 __all__ = ["attention", "backward", "both_ways", "execute", "forward", "score_tiles", "scores", "weighted_nll"]
 
@@ -54,7 +55,7 @@ def _audience(tensors: Sequence[Tensor | None]) -> _Audience:
         or torch._C._len_torch_dispatch_stack() != 0
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
-        or not all(t is None or type(t) in _ORDINARY for t in tensors)
+        or not all(t is None or (type(t) in _ORDINARY and not t.is_meta) for t in tensors)  # meta: shapes alone
     )
     return _Audience(recorded or transforms, transforms, looks)
 

@@ -17,19 +17,14 @@ from torch import Tensor
 
 from partita import _checks
 from partita.engine.axes import align, split_heads
-from partita.engine.state import autocasts
 from partita.engine.terms import Term
 from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.precision import accumulation_dtype, autocasts, output_dtype
 
 if TYPE_CHECKING:
     from partita.support import Support
 
-__all__ = ["Request", "accumulation_dtype", "build", "extend", "output_dtype"]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays; everything below is summed in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+__all__ = ["Request", "build", "extend"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +88,12 @@ def build(
     n_query, n_key = query.shape[-2], key.shape[-2]
     if bias is not None:
         _checks.check_bias(bias, n_query, n_key)
+        bias = bias if bias.dim() >= 2 else bias.reshape(1, -1)
     if softcap is not None:
         _checks.check_positive("softcap", softcap)
     groups = _groups(query, key) if grouped else 1
+    if not grouped:
+        _checks.check_heads(query, key)
     scale = _scale(scale, query)
     _checks.check_device(("query", "bias"), (query, bias))
     lead = tuple(key.shape[:-2])
@@ -105,10 +103,12 @@ def build(
             ("key", (*lead[:-1], lead[-1] * groups) if groups > 1 else lead),
             ("bias", () if bias is None else bias.shape[:-2]),
             ("scale", scale.shape[:-1]),
-            ("value or target", batch),
         )
     )
     terms = () if support is None else support.bind(n_query, n_key, rows, query.device)
+    if batch:  # a value's own dimensions come in front: the support knows nothing of them
+        rows = _checks.broadcast_batch((("query and key", rows), ("value or target", batch)))
+        terms = tuple(term.align(len(rows)) for term in terms)
     request = Request(
         align(query, len(rows), 2),
         align(key, len(rows), 2),
@@ -170,13 +170,6 @@ def _check_target(target: Tensor, request: Request) -> None:
             f"target must have one index per query, shape (..., {request.n_query}); got {_checks.shape_text(target)}."
         )
     _checks.check_device(("query", "target"), (request.query, target))
-
-
-def output_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of results that follow this input's: its own, or autocast's."""
-    kind = tensor.device.type
-    lowered = autocasts(kind) and tensor.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if lowered else tensor.dtype
 
 
 def _lowered(tensor: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from partita._checks import broadcast_batch, has_values
 from partita.errors import ShapeError
+from partita.precision import product
 
-__all__ = ["LOWEST", "State", "Stats", "autocasts", "centre", "divided", "filled", "merge", "product", "raw_gradients"]
+__all__ = ["LOWEST", "State", "Stats", "centre", "divided", "filled", "merge", "raw_gradients"]
 
 LOWEST = -1e5  # exp of it is 0 in every dtype, its square is finite in float32
 
@@ -256,20 +257,6 @@ def raw_gradients(
     rows = (None if g is None else torch.where(seen, g, torch.zeros_like(g)) for g in (g_mass, g_first, g_spread))
     g_mass, g_first, g_second = rows
     return RawGradients(torch.zeros_like(mass) if g_mass is None else g_mass, g_first, g_second, g_moment)
-
-
-def autocasts(kind: str) -> bool:
-    """Whether autocast is on for this kind of device; some kinds have none."""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in the dtype they have: autocast lowers the operands of a pass, never its sums."""
-    kind = a.device.type
-    if autocasts(kind):
-        with torch.autocast(kind, enabled=False):
-            return a @ b
-    return a @ b
 
 
 def centre(scores: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:

@@ -136,12 +136,12 @@ def linear_cross_entropy(
     input = input.contiguous()
 
     def row() -> Tensor:
-        return torch.empty(N, dtype=acc)
+        return torch.empty(N, dtype=acc, device="cpu")
 
-    sums = RowSums(row(), row(), row(), row(), row(), torch.empty(N, dtype=torch.int64) if rank else None)
-    grad_input = torch.empty(N, D, dtype=acc) if need_input or need_scale else None
-    grad_weight = torch.empty(C, D, dtype=acc) if need_weight else None
-    grad_bias = torch.zeros(C, dtype=acc) if need_bias and bias is not None else None
+    sums = RowSums(row(), row(), row(), row(), row(), torch.empty(N, dtype=torch.int64, device="cpu") if rank else None)
+    grad_input = torch.empty(N, D, dtype=acc, device="cpu") if need_input or need_scale else None
+    grad_weight = torch.empty(C, D, dtype=acc, device="cpu") if need_weight else None
+    grad_bias = torch.zeros(C, dtype=acc, device="cpu") if need_bias and bias is not None else None
     grad_scale = row() if need_scale else None
     by_row = scale.expand(N)[:, None]
     plain = scale.numel() == 1 and float(scale) == 1.0
@@ -177,8 +177,8 @@ def reduce_both(
     """Sums of every row over keys and of every key over rows, from one product; None where one is not finite."""
     acc = torch.float64 if query.dtype == torch.float64 else torch.float32
     n = key.shape[0]
-    sums_of = (torch.empty(n, dtype=acc) for _ in range(3))
-    columns = native.ColumnSums(torch.empty(n, dtype=torch.float64), *sums_of)
+    sums_of = (torch.empty(n, dtype=acc, device="cpu") for _ in range(3))
+    columns = native.ColumnSums(torch.empty(n, dtype=torch.float64, device="cpu"), *sums_of)
     if not query.shape[0] or not key.shape[0]:
         columns.peak.fill_(float("-inf"))
         for x in columns[1:]:

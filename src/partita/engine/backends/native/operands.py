@@ -47,10 +47,10 @@ class Term(Protocol):
 @functools.lru_cache(maxsize=1024)
 def offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """Where each batch entry of an operand starts, in elements: int64 of length B, 0 steps where it broadcasts."""
-    table = torch.zeros(batch, dtype=torch.int64)
+    table = torch.zeros(batch, dtype=torch.int64, device="cpu")
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         if size > 1:
-            steps = torch.arange(size, dtype=torch.int64) * stride
+            steps = torch.arange(size, dtype=torch.int64, device="cpu") * stride
             table += steps.view([-1 if i == dim else 1 for i in range(len(batch))])
     return table.reshape(-1).contiguous()
 

@@ -83,7 +83,7 @@ def _room(query: Tensor, shape: tuple[int, ...], dtype: torch.dtype, as_query: b
         like = torch.empty_like(query)
         if like.stride(-1) == 1:
             return like
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def reduce(
@@ -115,14 +115,14 @@ def reduce(
     handle = _library()
     call, problem, acc = prepare(query, key, value, scale, bias, target, terms, softcap)
     rows = (*call.batch, call.n_query)
-    peak, mass = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=acc)
-    first = torch.empty(rows, dtype=acc) if moments else None
-    spread = torch.empty(rows, dtype=acc) if moments else None
+    peak, mass = torch.empty(rows, dtype=torch.float64, device="cpu"), torch.empty(rows, dtype=acc, device="cpu")
+    first = torch.empty(rows, dtype=acc, device="cpu") if moments else None
+    spread = torch.empty(rows, dtype=acc, device="cpu") if moments else None
     moment = None if value is None else _room(query, (*rows, value.shape[-1]), acc, as_query)
-    count = torch.empty(rows, dtype=acc)
-    score = torch.empty(rows, dtype=acc) if target is not None else None
-    stats = torch.empty((5, *rows), dtype=acc) if moments else None
-    ranks = torch.empty(rows, dtype=torch.int64) if rank and target is not None else None
+    count = torch.empty(rows, dtype=acc, device="cpu")
+    score = torch.empty(rows, dtype=acc, device="cpu") if target is not None else None
+    stats = torch.empty((5, *rows), dtype=acc, device="cpu") if moments else None
+    ranks = torch.empty(rows, dtype=torch.int64, device="cpu") if rank and target is not None else None
     outputs = (peak, mass, first, spread, moment, score, count, ranks, *_checked(columns, call, acc))
     where = (0, 0)
     if moment is not None:
@@ -215,24 +215,24 @@ def reduce_backward(
     need_query, need_key, need_value, need_scale, need_bias = needs
     if not math.prod(rows) or not K:  # nothing to see; and an empty tensor has no address
         zeros = [
-            torch.zeros(x.shape, dtype=x.dtype if i < 3 else acc) if need and x is not None else None
+            torch.zeros(x.shape, dtype=x.dtype if i < 3 else acc, device="cpu") if need and x is not None else None
             for i, (x, need) in enumerate(zip((query, key, value_like, scale, bias), needs, strict=True))
         ]
         return Gradients(*zeros)
-    query_grad = torch.empty((*rows, D), dtype=acc) if need_query else None
-    scale_grad = torch.empty(rows, dtype=acc) if need_scale else None
-    key_grad = torch.empty((*shared, K, D), dtype=acc) if need_key else None
-    value_grad = torch.empty((*shared, K, V), dtype=acc) if need_value and value is not None else None
+    query_grad = torch.empty((*rows, D), dtype=acc, device="cpu") if need_query else None
+    scale_grad = torch.empty(rows, dtype=acc, device="cpu") if need_scale else None
+    key_grad = torch.empty((*shared, K, D), dtype=acc, device="cpu") if need_key else None
+    value_grad = torch.empty((*shared, K, V), dtype=acc, device="cpu") if need_value and value is not None else None
     by_row = by_col = dense = None
     where = NOTHING
     repeats = False
     if need_bias and bias is not None:
         if bias.shape[-1] == 1:
-            by_row = torch.empty(rows, dtype=acc)
+            by_row = torch.empty(rows, dtype=acc, device="cpu")
         elif bias.shape[-2] == 1:
-            by_col = torch.zeros((*batch, K), dtype=acc)
+            by_col = torch.zeros((*batch, K), dtype=acc, device="cpu")
         else:
-            dense = torch.zeros(bias.shape, dtype=acc)
+            dense = torch.zeros(bias.shape, dtype=acc, device="cpu")
             table = offsets(batch, tuple(bias.shape[:dims]), dense.stride()[:dims])
             call.alive.append(table)
             where = dense.data_ptr(), table.data_ptr(), K, 1
@@ -252,7 +252,7 @@ def reduce_backward(
     if outcome == _NOT_FINITE:
         return None
     if need_value and value is None and value_like is not None:
-        value_grad = torch.zeros((), dtype=value_like.dtype).expand(value_like.shape)
+        value_grad = torch.zeros((), dtype=value_like.dtype, device="cpu").expand(value_like.shape)
     bias_grad = None
     if need_bias and bias is not None:
         full = by_row[..., None] if by_row is not None else by_col[..., None, :] if by_col is not None else dense

@@ -8,7 +8,8 @@ Legend: q rows of a tile, k columns, D the compared dimension, V the value's. Wr
 that the second derivative is torch's own derivative of `gradients`.
 
 0 * nan is the trap of every masked product. Operands are cleaned once (`Clean`): products run on finite numbers, and
-exactly the visible places of a bad entry are marked nan afterwards.
+the scores of a row or key that was not finite are what its own product gives: nan, inf, or -inf, which is a key of no
+weight as it is for torch.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from partita._checks import has_values
 from partita.engine.request import Request
-from partita.engine.state import LOWEST, State, centre, divided, product
+from partita.engine.state import LOWEST, State, centre, divided
 from partita.engine.sums import Upstream
 from partita.engine.terms import cut
+from partita.precision import product
 
 __all__ = ["Clean", "Operands", "gradients", "row_slice", "scores", "sums"]
 
@@ -47,7 +49,7 @@ class Clean:
     key: Tensor
     value: Tensor | None
     bad_query: Tensor | None  # (*b, Q, 1): a row that held nan or inf
-    bad_key: Tensor | None  # (*b, K)
+    bad_key: Tensor | None  # (*b, 1, K)
     bad_value: Tensor | None  # the value as given, if it was not finite
 
     @staticmethod
@@ -61,9 +63,22 @@ class Clean:
             key,
             value,
             None if bad_query is None else bad_query.any(-1, keepdim=True),
-            None if bad_key is None else bad_key.any(-1),
+            None if bad_key is None else bad_key.any(-1)[..., None, :],
             None if bad_value is None else request.value,
         )
+
+    def corrected(self, s: Tensor, scale: Tensor, rows: slice, cols: slice) -> Tensor:
+        """Products of a tile; those of a bad row or key are taken with the numbers as given, and have no gradient."""
+        bad_query = None if self.bad_query is None else self.bad_query[..., rows, :]
+        bad_key = None if self.bad_key is None else self.bad_key[..., cols]
+        if bad_query is None and bad_key is None:
+            return s
+        dtype = self.request.dtype
+        query, key = self.request.query[..., rows, :].to(dtype), self.request.key[..., cols, :].to(dtype)
+        given = _against(query * scale[..., None], key.mT).detach()
+        for bad in (bad_query, bad_key):
+            s = s if bad is None else torch.where(bad, given, s)
+        return s
 
     def operands(self, rows: slice, cols: slice) -> Operands:
         request, dtype = self.request, self.request.dtype
@@ -111,7 +126,7 @@ def scores(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scores of a tile (-inf where not visible), its final mask, and the slope of the softcap."""
     cap = clean.request.softcap
-    s = _against(x.query * x.scale[..., None], x.key.mT)
+    s = clean.corrected(_against(x.query * x.scale[..., None], x.key.mT), x.scale.detach(), rows, cols)
     slope: Tensor | None = None
     if cap is None:
         s = s if x.bias is None else s + x.bias
@@ -120,14 +135,12 @@ def scores(
         after = None if clean.request.cap_bias else x.bias
         t = torch.tanh((s if before is None else s + before) / cap)
         s, slope = cap * t, 1 - t * t
+        if clean.bad_query is not None or clean.bad_key is not None:
+            slope = slope.nan_to_num(0.0)  # of a place that is hidden, or whose score spoils its row anyway
         s = s if after is None else s + after
     if x.bias is not None:
         shown = x.bias != -torch.inf
         mask = shown if mask is None else mask & shown
-    if clean.bad_query is not None:
-        s = s.masked_fill(clean.bad_query[..., rows, :], torch.nan)
-    if clean.bad_key is not None:
-        s = s.masked_fill(clean.bad_key[..., None, cols], torch.nan)
     if mask is not None:
         s = s.masked_fill(~mask, -torch.inf)
     return s, mask, slope
