@@ -98,8 +98,14 @@ def test_a_bias_of_minus_infinity_counts_as_hidden_for_policies():
 
 
 def test_temperature_is_the_inverse_of_scale():
-    """M-TMP-1."""
-    assert scale.from_temperature(0.25) == 4.0
+    """M-TMP-1: scores times from_temperature(t) are scores divided by t, for a number and for one per row."""
+    p = problem(7, 9)
+    s = reference.score(p.query, p.key)
+    each = torch.linspace(0.2, 3.0, 7, dtype=torch.float64)
+    for t in (0.25, 3.0, each):
+        divided = s / (t[:, None] if isinstance(t, torch.Tensor) else t)
+        law = partita.Gibbs(p.query, p.key, scale=scale.from_temperature(t))
+        assert_exact(law.probs().detach(), divided.detach().softmax(-1))
 
 
 # The table of M-SCL-17 ------------------------------------------------------------
