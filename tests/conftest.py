@@ -59,7 +59,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         raise
 
 
-# Other random numbers, on any machine: PARTITA_TEST_SEED=1 (and ATEN_CPU_CAPABILITY=avx2 or default, which draw otherwise).
+# Other random numbers on any machine: PARTITA_TEST_SEED=1; ATEN_CPU_CAPABILITY=avx2 and =default draw otherwise too.
 SEED = int(os.environ.get("PARTITA_TEST_SEED", "20240229"))
 
 

@@ -260,7 +260,7 @@ def test_slopes_of_alibi():
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("seen", [None, support.causal()], ids=["all", "causal"])
 def test_entropy_in_the_loss_moves_the_entropy(sign, seen):
-    """M-INF-5 (the notes have the sign wrong): each small step on loss - beta H raises H of that law, on + lowers it."""
+    """M-INF-5 (the notes have the sign wrong): small steps on loss - beta H raise H of that law, on + lower it."""
     torch.manual_seed(0)
     q, k = torch.randn(5, 4, dtype=torch.float64, requires_grad=True), torch.randn(8, 4, dtype=torch.float64)
     found = []

@@ -342,7 +342,7 @@ def test_low_temperature_pushes_the_hardest_negative(temperature):
 
 
 def test_gradients_grow_and_die_with_the_temperature():
-    """M-INC-7: an easy positive's gradient rises and then vanishes as the temperature falls, a hard one's only rises."""
+    """M-INC-7: as the temperature falls an easy positive's gradient rises, then vanishes; a hard one's only rises."""
     q = torch.eye(4, dtype=torch.float64)[:1].requires_grad_()
     temperatures = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
     lengths = {}

@@ -188,7 +188,7 @@ def _combining() -> Reading:
     printed="kappa is usually 1",
     right="kappa = d / (sigma sqrt(log n0)) is stationary at n0",
     spec="M-SCL-16",
-    quantity="dH / dlog n around 4096 of normal scores under the calibrated kappa, sums over the density (printed: kappa 1)",
+    quantity="dH / dlog n around 4096 of normal scores, by sums over their density, kappa calibrated (printed: 1)",
     tolerance=1e-4,
 )
 def _kappa() -> Reading:
@@ -233,7 +233,7 @@ def _largest() -> Reading:
     right="as (38)",
     spec="M-SCL-13",
     quantity="mean of max - mean of 10^4 normal scores",
-    tolerance=0.06,
+    tolerance=0.15,  # 100 rows, whose largest scatter by 0.3 each: four standard errors, and 0.03 of the expansion
 )
 def _spread() -> Reading:
     s = _rows()
