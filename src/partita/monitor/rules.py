@@ -200,7 +200,7 @@ def dilution(record: Record, series: Series, limits: Thresholds) -> Iterator[Fin
     def test(where: Where) -> tuple[float, float, float, float] | None:
         by_length: dict[int, list[dict[str, float]]] = {}
         for row in series.heads[where]:
-            if row["rows"] > 0 and row["effective_width"] > 0:
+            if row["rows"] > 0 and row["effective_width"] > 0 and row["length"] > 0:
                 by_length.setdefault(int(row["length"]), []).append(row)
         lengths = sorted(by_length)
         if len(lengths) < 2 or lengths[-1] / lengths[0] < limits.dilution_span:
