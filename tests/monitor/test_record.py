@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from partita.lab.report import render
 from partita.monitor import (
     COLUMNS,
     DamagedRecordError,
+    Record,
     RecordError,
     json_lines,
     load_record,
@@ -65,6 +67,7 @@ def run(steps: int = 3, **options: Any) -> Any:
 
 def test_the_frame_has_the_columns_of_the_contract() -> None:
     frame = run().frame()
+    assert all(("entropy_p" in c) == ("normalized_entropy_p" in c) for c in frame.columns)  # one unit per name
     assert list(frame.columns)[:3] == CONTRACT[:3] and set(CONTRACT) <= set(frame.columns)
     assert len(frame) == 3 * 2 and set(frame["layer"]) == {0}
     table = run().frame(pandas=False)
@@ -305,3 +308,21 @@ def test_a_damaged_line_is_told_from_a_file_that_is_no_record(tmp_path: Path) ->
 def test_one_line_for_a_record_and_a_summary_for_a_watch() -> None:
     w = run(40)
     assert "\n" not in repr(w.record) and len(repr(w.record)) < 200 and "40 steps" in repr(w.record)
+    assert str(w).startswith("2 heads watched") and "1 of 1 attention modules observed" in str(w)
+    assert len(str(w).splitlines()) < 12
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_the_three_figures_draw(steps: int, tmp_path: Path) -> None:
+    w = run(steps)
+    for kind in ("entropy", "scores", "width"):
+        made = w.plot(kind)
+        root = ElementTree.fromstring(made._repr_html_())
+        assert root.tag.endswith("svg") and any(
+            n.get("data-x") or n.get("class", "").startswith("line") for n in root.iter()
+        )
+        assert made.save(tmp_path / f"{kind}.svg").read_text() == str(made) and "\n" not in repr(made)
+    with pytest.raises(ValueError, match="entropy, scores, width"):
+        w.plot("losses")
+    with pytest.raises(ValueError, match="nothing to plot"):
+        Record().plot()

@@ -18,6 +18,7 @@ from partita.monitor.record import BAND_COLUMNS, COLUMNS, LOSS_COLUMNS, SCHEMA, 
 
 __all__ = ["DamagedRecordError", "RecordError", "check_header", "load_record"]
 
+OLD = {f"entropy_{q}": f"normalized_entropy_{q}" for q in ("p05", "p50", "p95")}  # names of the first version
 MOST_HEADS = 1 << 16  # of one layer; more is damage, and would fill the memory of whoever draws it
 
 
@@ -104,6 +105,7 @@ class _Reader:
         for names in (columns, bands):
             if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
                 raise ValueError("columns must be a list of names")
+        columns = [OLD.get(name, name) for name in columns]
         if not self.columns:
             self.record.provenance = _object(line["provenance"], "provenance")
         else:

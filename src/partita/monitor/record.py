@@ -23,9 +23,9 @@ SCHEMA = "partita.record/1"
 COLUMNS: dict[str, str] = {
     "entropy": "nats, mean over rows of H",
     "normalized_entropy": "mean over rows of H / log(visible)",
-    "entropy_p05": "5 % quantile over rows of H / log(visible), read from a histogram of 256 bins",
-    "entropy_p50": "median over rows of H / log(visible), read from a histogram of 256 bins",
-    "entropy_p95": "95 % quantile over rows of H / log(visible), read from a histogram of 256 bins",
+    "normalized_entropy_p05": "5 % quantile over rows of H / log(visible), read from a histogram of 256 bins",
+    "normalized_entropy_p50": "median over rows of H / log(visible), read from a histogram of 256 bins",
+    "normalized_entropy_p95": "95 % quantile over rows of H / log(visible), read from a histogram of 256 bins",
     "effective_width": "keys, mean over rows of exp(H)",
     "max_score": "largest score of any row",
     "log_partition": "nats, mean over rows of log Z",
@@ -163,15 +163,25 @@ class Record:
         """Write the self-contained HTML report; with `other`, a comparison of the two runs."""
         return render_page().write(self, path, other=other, **options)  # type: ignore[no-any-return]
 
+    def plot(self, kind: str = "entropy") -> Any:
+        """A figure: "entropy" (H / log n over the run), "scores" (the largest score), "width" (against length)."""
+        return render_page("plots").plot(self, kind)
+
+    def summary(self, thresholds: Any = None) -> str:
+        """What a person would say about the run, and what was not seen."""
+        found = self.findings(thresholds)
+        said = [str(render_page("verdict").sentence(self, found)), str(self.coverage.get("text") or "")]
+        return "\n".join([text for text in said if text] + ([repr(found)] if found else []))
+
     def _repr_html_(self) -> str:
         return str(render_page().notebook(self))
 
 
-def render_page() -> Any:
+def render_page(part: str = "") -> Any:
     """The page module. It lives in the layer above (`lab`), so it is looked up by name when a page is asked for."""
     import importlib
 
-    return importlib.import_module("partita.lab.report")
+    return importlib.import_module("partita.lab.report" + (f".{part}" if part else ""))
 
 
 def frame_columns() -> list[str]:

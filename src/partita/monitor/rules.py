@@ -43,7 +43,7 @@ def _worst(hits: Hits, *, largest: bool) -> tuple[Where, float]:
 
 def collapsed(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
     def test(where: Where) -> float | None:
-        value = series.late(where, "entropy_p50")
+        value = series.late(where, "normalized_entropy_p50")
         return value if value < limits.collapsed else None
 
     for layer, hits in series.by_layer(test):
@@ -64,7 +64,7 @@ def collapsed(record: Record, series: Series, limits: Thresholds) -> Iterator[Fi
             "medium",
             f"collapsed < {limits.collapsed:g}",
             _heads(hits),
-            _picture(series, where, "entropy_p50"),
+            _picture(series, where, "normalized_entropy_p50"),
         )
 
 
@@ -174,7 +174,7 @@ def drop(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding
         calm = _loss_went_on_falling(record, when, window, len(values))
         # heads that start by averaging all keys learn to select early in a run
         early = values[0] > limits.untrained and 3 * when <= len(values)
-        learned = (early or calm) and series.late(where, "entropy_p50") > limits.collapsed
+        learned = (early or calm) and series.late(where, "normalized_entropy_p50") > limits.collapsed
         # a fall that healed is history, and a slow decline is learning
         return (
             (before - after, before, now, learned)

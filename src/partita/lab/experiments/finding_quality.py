@@ -36,7 +36,12 @@ def _fall(series: Series, where: Where) -> float:
 
 # what decides a finding about a head: its name, whether small is bad, how it is read, the threshold
 HEAD: dict[str, tuple[str, bool, HeadValue, float]] = {
-    "HEAD_COLLAPSED": ("H / log n, median row", True, lambda s, w: s.late(w, "entropy_p50"), LIMITS.collapsed),
+    "HEAD_COLLAPSED": (
+        "H / log n, median row",
+        True,
+        lambda s, w: s.late(w, "normalized_entropy_p50"),
+        LIMITS.collapsed,
+    ),
     "HEAD_UNIFORM": ("H / log n, mean", False, lambda s, w: s.late(w, "normalized_entropy"), LIMITS.uniform),
     "SINK_HEAD": (
         "mass on one key",

@@ -26,7 +26,7 @@ METRICS = (
     "sink_top",
     "top_mass",
 )
-QUANTILES = ("entropy_p05", "entropy_p50", "entropy_p95")
+QUANTILES = ("normalized_entropy_p05", "normalized_entropy_p50", "normalized_entropy_p95")
 BUDGET = 1_600_000  # bytes of base64 for all metrics together
 EXACT = 60_000  # values of one metric that may be stored as float32
 POINTS = 256
