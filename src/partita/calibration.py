@@ -58,7 +58,7 @@ def fit_temperature(
     kept = (index != ignore_index).nonzero()[:, 0]
     if not len(kept):
         raise ValueRangeError("there is no row to fit a temperature to: every target is ignored, or there is none.")
-    rows = query.reshape(-1, query.shape[-1])
+    rows = query.reshape(len(index), query.shape[-1])
     if len(kept) < len(rows):
         rows, index = rows[kept], index[kept]
     _checks.check_classes(index, key.shape[0], ignore_index)

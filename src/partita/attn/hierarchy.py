@@ -75,7 +75,7 @@ def hierarchical_attention(
     n = key.shape[-2]
     if query.shape[-2] != n:
         raise ShapeError(f"hierarchical_attention needs as many queries as keys; got {query.shape[-2]} and {n}.")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     own = torch.arange(n, device=key.device) // block
     near = supports.segments(own, own)
     near = near & supports.causal() if is_causal else near
@@ -95,6 +95,7 @@ def _sizes(n: int, block: int, device: torch.device) -> Tensor:
 
 def _means(x: Tensor, block: int) -> Tensor:  # (..., n, dim) -> (..., blocks, dim)
     n = x.shape[-2]
-    padded = torch.nn.functional.pad(x, (0, 0, 0, math.ceil(n / block) * block - n))
-    blocks = padded.reshape(*x.shape[:-2], -1, block, x.shape[-1])
+    many = math.ceil(n / block)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, many * block - n))
+    blocks = padded.reshape(*x.shape[:-2], many, block, x.shape[-1])
     return blocks.sum(-2) / _sizes(n, block, x.device)[:, None].to(x.dtype)

@@ -60,8 +60,9 @@ def top_k_attention(query: Tensor, key: Tensor, value: Tensor, k: int, **options
 
 
 def _pick(value: Tensor, index: Tensor, problem: Problem) -> Tensor:  # (..., n_query, k, dim_value)
-    """The values of chosen keys; key 0 stands in where there is none."""
+    """The values of chosen keys; key 0 stands in where there is none, and 0 where there are no keys."""
     value = problem.spread(value)
+    value = value if value.shape[-2] else torch.nn.functional.pad(value, (0, 0, 0, 1))
     batch, (n, k) = index.shape[:-2], index.shape[-2:]
     value = value.expand(*batch, *value.shape[-2:])
     at = index.clamp(min=0).reshape(*batch, n * k, 1).expand(*batch, n * k, value.shape[-1])

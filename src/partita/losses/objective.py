@@ -25,7 +25,7 @@ from partita.engine import State
 from partita.errors import ShapeError, ValueRangeError
 from partita.rows import reduce_rows
 
-__all__ = ["Options", "Terms"]
+__all__ = ["Options", "Terms", "likeliest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +70,12 @@ class Options:
             y = y * (1.0 - self.label_smoothing) + self.label_smoothing / self.n_class
         by_class = self.class_weight(dtype)
         return y if by_class is None else y * by_class
+
+
+def likeliest(probabilities: Tensor, dim: int) -> Tensor:
+    """The class of the largest probability, and 0, which names none, where there is no class."""
+    given = probabilities.detach()
+    return given.argmax(dim) if given.shape[dim] else given.sum(dim).long()
 
 
 @dataclass(frozen=True, eq=False)
