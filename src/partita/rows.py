@@ -90,7 +90,7 @@ def sums_of(scores: Tensor, target: Tensor) -> Sums:  # (..., n, K), (..., n)
     """What a pass would give for scores that already exist; -inf hides a key."""
     chosen = scores.gather(-1, target[..., None])
     rank = (scores.detach() > chosen.detach()).sum(-1)
-    return Sums(State.of(scores), chosen[..., 0], rank)
+    return Sums.of(State.of(scores), chosen[..., 0], rank)
 
 
 def probabilities(scores: Tensor) -> Tensor:  # (..., K)

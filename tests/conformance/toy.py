@@ -33,9 +33,11 @@ def _dense(r: Request) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 def forward(request: Request) -> Sums:
     s, _, _, values = _dense(request)
     state = State.of(s)
+    state = replace(state, known=state.stats() if request.statistics else None)
     moment = None if values is None else (centre(s, state.peak)[1][..., None] * values).sum(-2)
     full = replace(state, moment=moment)
-    sums = Sums(state, mean=full.expectation()) if request.mean and moment is not None else Sums(full)
+    sums = Sums.of(state, mean=full.expectation()) if request.mean and moment is not None else Sums.of(full)
+    sums = sums if request.statistics else sums._replace(first=None, spread=None)
     if request.target is None:
         return sums
     score = s.gather(-1, request.target.expand(s.shape[:-1])[..., None])

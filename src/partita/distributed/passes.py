@@ -148,7 +148,7 @@ def _read(job: Job, out: Sequence[Tensor]) -> Sums:
     peak = peak.to(rows.dtype)
     peak, mass, first, spread, count = (rows.ungroup(x) for x in (peak, mass, first, spread, count))
     counted = rows.rank or job.level is not None
-    return Sums(
+    return Sums.of(
         State(peak, mass, first, spread, count),
         None if rows.target is None else rows.ungroup(score),
         rows.ungroup(ranks) if counted else None,

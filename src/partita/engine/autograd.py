@@ -19,7 +19,7 @@ from torch import Tensor, library
 from partita.engine import backends
 from partita.engine.backends import tiled
 from partita.engine.request import Request
-from partita.engine.state import State, Stats, raw_gradients
+from partita.engine.state import Stats, raw_gradients
 from partita.engine.sums import OPERANDS, Sums, Upstream
 from partita.engine.terms import pack, unpack
 from partita.precision import no_autocast
@@ -83,42 +83,32 @@ class Plan:
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def _flat(sums: Sums, request: Request) -> tuple[Tensor, ...]:
-    """peak, mass, first, spread, statistics, count, moment or mean, target score, rank; an absent one is empty."""
-    state, moment = sums.state, sums.mean if request.mean else sums.state.moment
-    none = state.mass.new_empty(_ABSENT)
-    there = request.statistics
-    stats = state.stats() if there else None
-    return (
-        # in float64: a backend that works in other units must find the very peak again that its sums are relative to
-        state.peak.double() if state.peak.dtype != torch.float64 else state.peak,
-        state.mass,
-        state.first.contiguous() if there else none.clone(),
-        state.spread.contiguous() if there else none.clone(),
-        none.clone() if stats is None else torch.stack(stats[:5]),
-        state.count.contiguous(),
-        none.clone() if moment is None else moment,
-        none.clone() if sums.target_score is None else sums.target_score,
-        none.clone().long() if sums.rank is None else sums.rank,
-    )
+def _flat(sums: Sums) -> tuple[Tensor, ...]:
+    """The fields of the sums, for an operator: an absent one is empty."""
+    none = sums.mass.new_empty(_ABSENT)
+    # in float64: a backend that works in other units must find the very peak again that its sums are relative to
+    peak = sums.peak.double()
+    out = (none.clone() if x is None else x.contiguous() for x in sums[1:9])
+    rank = none.clone().long() if sums.rank is None else sums.rank
+    return peak, *out, rank
 
 
 def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
-    """What the operator's results mean."""
-    peak, mass, first, spread, stats, count, moment, target, rank = out
-    known = None
-    if request.statistics:
-        log_partition, entropy, mean, variance, top = stats.unbind()
-        known = Stats(log_partition, entropy, mean, variance, top.detach(), count)
-        level = known.max_score
-    else:
-        level, first, spread = peak.to(request.dtype), torch.zeros_like(mass), torch.zeros_like(mass)
-    given = None if request.value is None else moment
+    """The same record again."""
+    peak, mass, count, first, spread, statistics, moment, mean, score, rank = out
+    there = request.statistics
+    valued, aimed = request.value is not None, request.target is not None
     return Sums(
-        State(level, mass, first, spread, count, None if request.mean else given, known),
-        None if request.target is None else target,
-        rank if request.rank and request.target is not None else None,
-        given if request.mean else None,
+        peak,
+        mass,
+        count,
+        first if there else None,
+        spread if there else None,
+        statistics if there else None,
+        moment if valued and not request.mean else None,
+        mean if valued and request.mean else None,
+        score if aimed else None,
+        rank if aimed and request.rank else None,
         node,
     )
 
@@ -139,10 +129,10 @@ def reduce(
     statistics: bool,
     mean: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     plan = Plan(list(layout), softcap, cap_bias, rank, statistics, mean, backend)
     request = plan.request((query, key, value, scale, bias, target, *support))
-    return _flat(forward(request, backend), request)  # type: ignore[return-value]
+    return _flat(forward(request, backend))  # type: ignore[return-value]
 
 
 @reduce.register_fake
@@ -172,14 +162,16 @@ def _(
     def several(there: bool, shape: tuple[int, ...]) -> Tensor:
         return query.new_empty(shape if there else (_ABSENT,), dtype=request.dtype)
 
+    values = (*rows, 0 if value is None else value.shape[-1])
     return (
         row(dtype=torch.float64),
+        row(),
         row(),
         row(statistics),
         row(statistics),
         several(statistics, (5, *rows)),
-        row(),
-        several(value is not None, (*rows, 0 if value is None else value.shape[-1])),
+        several(value is not None and not mean, values),
+        several(value is not None and mean, values),
         row(target is not None),
         row(target is not None and rank, torch.int64),
     )
@@ -264,7 +256,7 @@ class Pass(torch.autograd.Function):
     @staticmethod
     def forward(plan: Plan, request: Request | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         if request is not None:
-            return _flat(forward(request, plan.backend), request)
+            return _flat(forward(request, plan.backend))
         query, key, value, scale, bias, target, *support = tensors
         out: tuple[Tensor, ...] = reduce(query, key, value, scale, bias, target, support, *plan.options())
         return out
@@ -273,17 +265,18 @@ class Pass(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.plan, request, *tensors = inputs
         ctx.seen = request is None  # operators are looked at
-        ctx.mark_non_differentiable(output[0], output[5], output[8])
+        peak, mass, count, first, spread, _, _, mean, _, rank = output
+        ctx.mark_non_differentiable(peak, count, rank)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output[:4], output[6] if ctx.plan.mean else None)
+        ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plan = ctx.plan
         *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
-        _, g_mass, g_first, g_spread, g_stats, _, g_moment, g_target, _ = grads
+        _, g_mass, _, g_first, g_spread, g_stats, g_moment, g_mean, g_target, _ = grads
         none: list[Tensor | None] = [None] * (len(tensors) + 2)
-        if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_target)):
+        if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target)):
             return tuple(none)
         by_name = {} if g_stats is None else dict(zip(Stats._fields, g_stats.unbind(), strict=False))
         raw = raw_gradients(
@@ -294,7 +287,7 @@ class Pass(torch.autograd.Function):
             g_mass=g_mass,
             g_first=g_first if plan.statistics else None,
             g_spread=g_spread if plan.statistics else None,
-            g_mean=g_moment if plan.mean else None,
+            g_mean=g_mean if plan.mean else None,
             g_log_partition=by_name.get("log_partition"),
             g_entropy=by_name.get("entropy"),
             g_mean_score=by_name.get("mean_score"),
@@ -319,10 +312,9 @@ class Pass(torch.autograd.Function):
         info: Any, in_dims: tuple[Any, ...], plan: Plan, request: Request | None, *tensors: Tensor | None
     ) -> tuple[Any, Any]:
         moved = [_batched(t, d) for t, d in zip(tensors, in_dims[2:], strict=True)]
-        *rows, stats, count, moment, target, rank = Pass.apply(plan, None, *moved)  # type: ignore[no-untyped-call]
-        stats = stats.movedim(0, 1) if stats.dim() > 1 else stats  # the mapped dimension first here too
-        out = (*rows, stats, count, moment, target, rank)
-        return out, tuple(None if t.dim() == 1 and t.shape[0] == 0 else 0 for t in out)
+        out = list(Pass.apply(plan, None, *moved))  # type: ignore[no-untyped-call]
+        out[5] = out[5].movedim(0, 1) if out[5].dim() > 1 else out[5]  # statistics: the mapped dimension first here too
+        return tuple(out), tuple(None if t.dim() == 1 and t.shape[0] == 0 else 0 for t in out)
 
 
 def _batched(tensor: Tensor | None, dim: int | None, size: int | None = None) -> Tensor | None:

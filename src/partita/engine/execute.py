@@ -26,7 +26,7 @@ from partita.engine.autograd import backward, forward
 from partita.engine.backends import tiled
 from partita.engine.fused import BothWaysNll, WeightedNll
 from partita.engine.request import Request
-from partita.engine.state import State, Stats
+from partita.engine.state import Stats
 from partita.engine.sums import Sums
 from partita.precision import autocasts
 
@@ -65,8 +65,7 @@ def execute(request: Request) -> Sums:
     r = request
     audience = _audience((r.query, r.key, r.value, r.scale, r.bias))
     if not audience.differentiates and not audience.looks:
-        sums = forward(replace(r, last=True))
-        return _ungrouped(_levelled(sums, r), r)
+        return _ungrouped(forward(replace(r, last=True)), r)
     name = "" if torch.compiler.is_compiling() else backends.current()
     if name not in ("", "auto"):
         backends.choose(r, name)  # a backend named by the user that cannot serve says so now
@@ -80,15 +79,6 @@ def execute(request: Request) -> Sums:
     return _ungrouped(autograd.assemble(out, r, node), r)
 
 
-def _levelled(sums: Sums, request: Request) -> Sums:
-    """The peak in the dtype of the sums: backends keep more digits of it, for their own backward."""
-    s = sums.state
-    if s.peak.dtype == request.dtype:
-        return sums
-    peak = s.peak.to(request.dtype) if s.known is None else s.known.max_score
-    return sums._replace(state=State(peak, s.mass, s.first, s.spread, s.count, s.moment, s.known))
-
-
 def _ungrouped(sums: Sums, request: Request) -> Sums:
     """The rows of grouped queries with their heads in one dimension again."""
     if request.groups == 1:
@@ -97,11 +87,9 @@ def _ungrouped(sums: Sums, request: Request) -> Sums:
     def flat(rows: Tensor | None, tail: int = 0) -> Any:
         return None if rows is None else request.ungroup(rows, tail)
 
-    s = sums.state
-    known = None if s.known is None else Stats(*map(flat, s.known))
-    rows = flat(s.peak), flat(s.mass), flat(s.first), flat(s.spread), flat(s.count)
-    state = State(*rows, flat(s.moment, 1), known)
-    return Sums(state, flat(sums.target_score), flat(sums.rank), flat(sums.mean, 1), sums.node)
+    by_value = ("moment", "mean")
+    made = {name: flat(x, name in by_value) for name, x in sums._asdict().items() if name != "node"}
+    return Sums(**made, node=sums.node)
 
 
 # ---- kernels of a backend's own -------------------------------------------------------------------------------------

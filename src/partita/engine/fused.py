@@ -82,7 +82,7 @@ class BothWaysNll(torch.autograd.Function):
             rows, columns = again(query, key, scale)
             return rows.detach(), columns.detach()
         one, other = found
-        ctx.seen = request, (one.state.peak, one.state.mass, other.state.peak, other.state.mass)
+        ctx.seen = request, (one.peak, one.mass, other.peak, other.mass)
         return one.nll(), other.nll()
 
     @staticmethod

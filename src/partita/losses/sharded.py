@@ -95,10 +95,10 @@ def read_slices(gibbs: Gibbs, own: Slice, *, rank: bool, statistics: bool) -> Su
     whole = merge_states(state, team, statistics)
     score = merge_scores(score, own.here, team)
     if not rank:
-        return Sums(whole, score, None)
+        return Sums.of(whole, score)
     if gibbs.key.shape[-2] and not bool(own.here.all()):
         ranks = torch.where(own.here, ranks, count_above(gibbs.request(), score.detach()))
-    return Sums(whole, score, team.all_reduce(ranks.clone()))
+    return Sums.of(whole, score, team.all_reduce(ranks.clone()))
 
 
 def terms_of_slices(head: Head, own: Slice, options: Options, softcap: float | None) -> Terms:

@@ -19,7 +19,7 @@ from partita.engine.backends.native import losses, reduce
 from partita.engine.backends.native.library import why_not as why_not_loaded
 from partita.engine.backends.protocol import Backend, BothWays
 from partita.engine.request import Request
-from partita.engine.state import State, Stats
+from partita.engine.state import Stats
 from partita.engine.sums import Sums, Upstream
 from partita.engine.terms import Term, window_mask
 
@@ -92,11 +92,11 @@ def forward(request: Request) -> Sums:
     )
     if found is None:
         return tiled.forward(request)
-    first = found.mass if found.first is None else found.first
-    spread = found.mass if found.spread is None else found.spread
-    moment = None if request.mean else found.moment
-    state = State(found.peak, found.mass, first, spread, found[5], moment, statistics_of(found))
-    return Sums(state, found.target_score, found.rank, found.moment if request.mean else None)
+    moment, mean = (None, found.moment) if request.mean else (found.moment, None)
+    return Sums(
+        found.peak, found.mass, found[5], found.first, found.spread, found.stats, moment, mean,
+        found.target_score, found.rank,
+    )  # fmt: skip
 
 
 def statistics_of(found: reduce.Sums) -> Stats | None:
@@ -222,8 +222,8 @@ def both_ways(request: Request) -> tuple[Sums, Sums] | None:
     assert columns.mass is not None
     score = rows.target_score
     return (
-        Sums(State(rows.peak, rows.mass, rows.mass, rows.mass, rows.mass), score),
-        Sums(State(columns.peak, columns.mass, columns.mass, columns.mass, columns.mass), score),
+        Sums(rows.peak, rows.mass, rows[5], target_score=score),
+        Sums(columns.peak, columns.mass, rows[5], target_score=score),
     )
 
 

@@ -49,7 +49,7 @@ def _neutral(request: Request, n_query: int) -> State:
 def forward(request: Request, *, shape: tuple[int, int] | None = None) -> Sums:
     """State, target score and rank of every row."""
     clean, grid = Clean.of(request), Grid(request, shape)
-    parts: list[Sums] = []
+    parts: list[tuple[State, Tensor | None, Tensor | None]] = []
     for index, rows in enumerate(grid.rows):
         state = _neutral(request, rows.stop - rows.start)
         target = None if request.target is None else torch.full_like(state.peak, -torch.inf)
@@ -60,8 +60,8 @@ def forward(request: Request, *, shape: tuple[int, int] | None = None) -> Sums:
                 target = _pick(s, request.target[..., rows], cols, target)
             state = state.merge(sums(clean, x, s, mask, cols))
         rank = _rank(clean, grid, index, target) if request.rank and target is not None else None
-        parts.append(Sums(state, target, rank))
-    return _stack(parts, request)
+        parts.append((state, target, rank))
+    return _answer(request, *_stack(parts, request))
 
 
 def _pick(s: Tensor, target: Tensor, cols: slice, so_far: Tensor) -> Tensor:
@@ -86,31 +86,33 @@ def _rank(clean: Clean, grid: Grid, index: int, target_score: Tensor) -> Tensor:
     return rank
 
 
-def _stack(parts: list[Sums], request: Request) -> Sums:
+def _stack(
+    parts: list[tuple[State, Tensor | None, Tensor | None]], request: Request
+) -> tuple[State, Tensor | None, Tensor | None]:
+    """All row tiles together."""
     if not parts:
         empty = _neutral(request, 0)
         none = None if request.target is None else empty.peak.clone()
-        rank_none = torch.zeros_like(empty.peak, dtype=torch.int64) if request.rank else None
-        return _averaged(Sums(empty, none, rank_none), request)
+        return empty, none, torch.zeros_like(empty.peak, dtype=torch.int64) if request.rank else None
 
     def rows(name: str) -> Tensor:
-        return torch.cat([getattr(part.state, name) for part in parts], -1)
+        return torch.cat([getattr(state, name) for state, _, _ in parts], -1)
 
-    moment = None
-    if request.value is not None:
-        moment = torch.cat([part.state.moment for part in parts if part.state.moment is not None], -2)
+    moments = [state.moment for state, _, _ in parts if state.moment is not None]
+    targets = [target for _, target, _ in parts if target is not None]
+    ranks = [rank for _, _, rank in parts if rank is not None]
+    moment = torch.cat(moments, -2) if moments else None
     state = State(rows("peak"), rows("mass"), rows("first"), rows("spread"), rows("count"), moment)
-    target = [part.target_score for part in parts if part.target_score is not None]
-    rank = [part.rank for part in parts if part.rank is not None]
-    found = Sums(state, torch.cat(target, -1) if target else None, torch.cat(rank, -1) if rank else None)
-    return _averaged(found, request)
+    return state, torch.cat(targets, -1) if targets else None, torch.cat(ranks, -1) if ranks else None
 
 
-def _averaged(sums: Sums, request: Request) -> Sums:
-    """The mean value in the moment's place, where that is what was asked for."""
-    if not request.mean:
-        return sums
-    return sums._replace(state=replace(sums.state, moment=None), mean=sums.state.expectation(consume=True))
+def _answer(request: Request, state: State, target: Tensor | None, rank: Tensor | None) -> Sums:
+    """What was asked for: statistics or none, the mean value or its moment."""
+    known = state.stats() if request.statistics else None
+    mean = state.expectation(consume=True) if request.mean and request.value is not None else None
+    state = replace(state, moment=None if request.mean else state.moment, known=known)
+    found = Sums.of(state, target, rank, mean)
+    return found if request.statistics else found._replace(first=None, spread=None)
 
 
 class Accumulator:
