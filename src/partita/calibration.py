@@ -49,6 +49,7 @@ def fit_temperature(
     """
     _checks.check_float("query", query)
     _checks.check_index_dtype("target", target)
+    _checks.check_whole("ignore_index", ignore_index)
     if query.dim() < 2 or tuple(target.shape) != tuple(query.shape[:-1]):
         raise ShapeError(
             f"query must be (..., n, dim) and target (..., n); got {_checks.shape_text(query)} and "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from partita._checks import check_whole
 from partita.attn.bias import Gumbel
 from partita.attn.dropout import draw_seed
 from partita.attn.problem import Problem
@@ -46,8 +47,7 @@ def top_k_attention(query: Tensor, key: Tensor, value: Tensor, k: int, **options
     >>> out.output, out.log_kept  # k = n: nothing is left out
     (tensor([[0.2500, 0.2500, 0.2500, 0.2500]]), tensor([0.]))
     """
-    if not isinstance(k, int) or k < 1:
-        raise ValueRangeError(f"k must be a whole number of keys, at least 1; got {k!r}.")
+    check_whole("k", k, least=1)
     problem = Problem.of(query, key, **options)
     gibbs = problem.gibbs()
     scores, index = gibbs.top(k)  # (..., n_query, k)

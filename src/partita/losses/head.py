@@ -192,8 +192,7 @@ def _is_soft(input: Tensor, linear_weight: Tensor, target: Tensor, options: Opti
 
 def _window(lead: tuple[int, ...], shift: int, outputs: bool) -> tuple[tuple[int, ...], slice | None]:
     """Rows that are left by a shift, and which positions they are."""
-    if not isinstance(shift, int) or isinstance(shift, bool) or shift < 0:
-        raise ValueRangeError(f"shift must be a whole number, not negative; got {shift!r}.")
+    _checks.check_whole("shift", shift, least=0)
     if shift == 0:
         return lead, None
     if not lead or outputs:

@@ -192,6 +192,7 @@ def _index(target: Tensor, shape: torch.Size, n_class: int, ignore_index: int) -
     if not isinstance(target, Tensor) or target.is_floating_point():
         raise DtypeError("target must hold class indices; use target.long().")
     _checks.check_index_dtype("target", target)
+    _checks.check_whole("ignore_index", ignore_index)
     if target.shape != shape:
         raise ShapeError(f"class indices must have shape {tuple(shape)}; got {_checks.shape_text(target)}.")
     index = target.long()  # before the comparison: -100 is 156 among uint8

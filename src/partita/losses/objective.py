@@ -44,6 +44,7 @@ class Options:
         _checks.check_reduction(self.reduction)
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueRangeError(f"label_smoothing must lie in [0, 1]; got {self.label_smoothing!r}.")
+        _checks.check_whole("ignore_index", self.ignore_index)
         _checks.check_positive("z_loss", self.z_loss, zero=True)
         if not math.isfinite(self.entropy_weight):
             raise ValueRangeError(f"entropy_weight must be finite; got {self.entropy_weight!r}.")
