@@ -10,7 +10,7 @@ from partita._overrides import overridable
 from partita.attn.across import Spread, mean_across
 from partita.attn.bias import Bias
 from partita.attn.dropout import check_dropout, state_with_dropout
-from partita.attn.problem import Problem
+from partita.attn.problem import Options, Problem, distribution
 from partita.attn.rows import states_by_rows
 from partita.distributed import team_of
 from partita.engine import State, Stats
@@ -110,25 +110,23 @@ def attention(
         found = plain_attention(query, key, value, scale, is_causal, enable_gqa, return_stats)
         if found is not None:
             return found if return_stats else found[0]  # type: ignore[return-value]
-    problem = Problem.of(
-        query,
-        key,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        support=support,
-        bias=bias,
-        softcap=softcap,
-    )
-    if dropout_p > 0.0:
-        state = state_with_dropout(problem, value, dropout_p)
-    elif problem.rule is not None:
-        known = problem.resolved()
-        state = states_by_rows(lambda rows: known.rows(rows).state(value), known.blocks(value))
-    else:
-        mean, state = problem.gibbs().mean(value, statistics=return_stats)
+    options: Options = {
+        "attn_mask": attn_mask,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "support": support,
+        "bias": bias,
+        "softcap": softcap,
+    }
+    if dropout_p == 0.0 and not isinstance(bias, Bias):
+        mean, state = distribution(query, key, **options).mean(value, statistics=return_stats)
         return finish(state, value, sink, return_stats, mean)
+    problem = Problem.of(query, key, **options)
+    if dropout_p > 0.0:
+        return finish(state_with_dropout(problem, value, dropout_p), value, sink, return_stats)
+    known = problem.resolved()
+    state = states_by_rows(lambda rows: known.rows(rows).state(value), known.blocks(value))
     return finish(state, value, sink, return_stats)
 
 

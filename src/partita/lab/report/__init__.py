@@ -10,9 +10,9 @@ from typing import Any
 from partita.lab.draw import stylesheet
 from partita.lab.report import pack, studies
 from partita.lab.report.html import asset, page
-from partita.lab.report.verdict import HABITS, fallback, sentence
+from partita.lab.report.verdict import fallback, sentence
 from partita.monitor.files import replace_file
-from partita.monitor.findings import Finding, Thresholds, find
+from partita.monitor.findings import HABITS, Finding, Thresholds, find
 from partita.monitor.record import Record, clean
 
 __all__ = ["notebook", "render", "write"]
