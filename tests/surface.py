@@ -231,6 +231,10 @@ call(
         return_stats=True,
     ),
 )
+call(
+    "cross_entropy, probabilities",
+    lambda g: partita.cross_entropy(g.real("rows", "classes"), g.plain("rows", "classes").abs(), return_stats=True),
+)
 call("focal_loss", lambda g: partita.focal_loss(*g.logits(), alpha=g.plain("classes").abs()))
 for on in ("probabilities", "logits"):
     call(f"mse_loss, {on}", lambda g, on=on: partita.mse_loss(*g.logits(), on=on))

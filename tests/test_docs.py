@@ -56,7 +56,7 @@ def test_code_blocks_run(page: Path) -> None:
 def modules() -> Iterator[str]:
     yield "partita"
     for found in pkgutil.walk_packages(partita.__path__, "partita."):
-        if not found.name.endswith(".libpartita_native"):  # no Python module, but it looks like one
+        if not found.name.endswith(".libpartita_native"):  # beside the modules that load it, and itself none
             yield found.name
 
 

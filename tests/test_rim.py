@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import partita
 from partita import support
 from partita.attn import ALiBi, RelativeBias
-from partita.errors import DtypeError, ShapeError
+from partita.errors import DtypeError, PartitaError, ShapeError
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -62,6 +62,27 @@ def test_a_length_that_cannot_be_looked_at_does_not_wrap_round():
 def test_positions_that_32_bits_cannot_hold_are_refused():
     with pytest.raises(ShapeError, match="queries and keys together"):
         support.causal().bind(2**31, 4, (), torch.device("meta"))
+
+
+@pytest.mark.parametrize("bad", [10**30, -(10**30), 2.5, True, "3", None])
+def test_a_number_that_no_index_holds_is_refused(bad):
+    x, w, y = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
+    calls = [
+        lambda: support.lengths(bad),
+        lambda: partita.linear_cross_entropy(x, w, y, shift=bad),
+        lambda: partita.cross_entropy(x, y, ignore_index=bad),
+        lambda: partita.focal_loss(x, y, ignore_index=bad),
+        lambda: partita.fit_temperature(x, w, y, ignore_index=bad),
+        lambda: partita.Gibbs(x, w).top(bad),
+        lambda: partita.attn.top_k_attention(x, w, w, bad),
+        lambda: partita.attn.blockwise_attention(x, w, w, bad),
+        lambda: partita.metrics.top_k_accuracy(y, bad),
+        lambda: partita.metrics.expected_calibration_error(x.sigmoid(), x > 0, bins=bad),
+        lambda: partita.contrastive.Queue(bad, 4),
+    ]
+    for call in calls:
+        with pytest.raises(PartitaError, match=r"whole number|integer"):
+            call()
 
 
 def test_a_value_may_have_dimensions_that_the_support_knows_nothing_of(backend):

@@ -30,6 +30,7 @@ __all__ = [
     "check_reduction",
     "check_target",
     "check_value",
+    "check_whole",
     "has_values",
     "shape_text",
 ]
@@ -219,6 +220,14 @@ def check_positive(name: str, number: float, *, zero: bool = False) -> None:
     if not fine:
         kind = "not negative" if zero else "positive"
         raise ValueRangeError(f"{name} must be a finite number, {kind}; got {number!r}.")
+
+
+def check_whole(name: str, number: object, *, least: int = -(1 << 63)) -> None:
+    """A whole number that a 64-bit index can hold."""
+    fine = isinstance(number, int) and not isinstance(number, bool) and least <= number < 1 << 63
+    if not fine:
+        floor = "" if least < 0 else f", at least {least}" if least else ", not negative"
+        raise ValueRangeError(f"{name} must be a whole number{floor}; got {number!r}.")
 
 
 def check_reduction(reduction: str) -> None:

@@ -49,6 +49,7 @@ def fit_temperature(
     """
     _checks.check_float("query", query)
     _checks.check_index_dtype("target", target)
+    _checks.check_whole("ignore_index", ignore_index)
     if query.dim() < 2 or tuple(target.shape) != tuple(query.shape[:-1]):
         raise ShapeError(
             f"query must be (..., n, dim) and target (..., n); got {_checks.shape_text(query)} and "
@@ -58,7 +59,7 @@ def fit_temperature(
     kept = (index != ignore_index).nonzero()[:, 0]
     if not len(kept):
         raise ValueRangeError("there is no row to fit a temperature to: every target is ignored, or there is none.")
-    rows = query.reshape(-1, query.shape[-1])
+    rows = query.reshape(len(index), query.shape[-1])
     if len(kept) < len(rows):
         rows, index = rows[kept], index[kept]
     _checks.check_classes(index, key.shape[0], ignore_index)

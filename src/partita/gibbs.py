@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partita._checks import broadcast
+from partita._checks import broadcast, check_whole
 from partita.engine import State, Stats
 from partita.engine import explain as explain_request
 from partita.engine.execute import attention as plain_attention
@@ -314,8 +314,7 @@ class Gibbs:
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:  # (..., n_query, k) each
         """The k best scores and their keys, best first; past the visible keys -inf and -1. Scores have a gradient."""
-        if not isinstance(k, int) or k < 0:
-            raise ValueRangeError(f"k must be a whole number, not negative; got {k!r}.")
+        check_whole("k", k, least=0)
         request = self.request()
         with torch.no_grad():
             found = [self._top_rows(request, rows, tiles, k) for rows, tiles in score_tiles(request)]

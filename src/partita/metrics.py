@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita._checks import check_positive
-from partita.errors import ShapeError, ValueRangeError
+from partita._checks import check_whole
+from partita.errors import ShapeError
 from partita.gibbs import Gibbs
 from partita.rows import LossStats
 
@@ -35,8 +35,7 @@ def top_k_accuracy(rank: Tensor | LossStats, k: int = 1) -> Tensor:
     >>> top_k_accuracy(torch.tensor([0, 2, 5]), k=3)
     tensor(0.6667)
     """
-    if not isinstance(k, int) or k < 1:
-        raise ValueRangeError(f"k must be a whole number, at least 1; got {k!r}.")
+    check_whole("k", k, least=1)
     return _mean((_ranks(rank) < k).float())
 
 
@@ -69,7 +68,7 @@ def expected_calibration_error(
     >>> expected_calibration_error(torch.full((4,), 0.75), torch.tensor([True, True, True, False]))
     tensor(0.)
     """
-    check_positive("bins", bins)
+    check_whole("bins", bins, least=1)
     if isinstance(confidence, LossStats):
         kept = confidence.target_rank >= 0
         sure, right = confidence.confidence[kept], confidence.correct[kept]

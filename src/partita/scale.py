@@ -42,7 +42,7 @@ class Policy:
     """Abstract: a multiplier per row from the number of visible keys and the dimension."""
 
     def __call__(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
-        return self.multiplier(_count(visible, query), dim)
+        return self.multiplier(_count(visible, query), max(dim, 1))
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         raise TypeError("Policy is abstract; use partita.scale.LogLength() and its like.")
@@ -212,7 +212,7 @@ class ScalableSoftmax(nn.Module, Policy):
         self.s = nn.Parameter(torch.full((heads,), float(init), device=device, dtype=dtype))
 
     def forward(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
-        return self.multiplier(_count(visible, query), dim)
+        return self.multiplier(_count(visible, query), max(dim, 1))
 
     __call__ = nn.Module.__call__
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita._checks import check_bool, check_index_dtype, check_positions, has_values, shape_text
+from partita._checks import check_bool, check_index_dtype, check_positions, check_whole, has_values, shape_text
 from partita.engine.terms import Term, window_mask
 from partita.engine.terms import visible as visible_keys
 from partita.errors import DtypeError, ShapeError, ValueRangeError
@@ -313,6 +313,7 @@ def lengths(key_lengths: Tensor | int) -> Support:
         check_index_dtype("key_lengths", key_lengths)
         negative = has_values(key_lengths) and key_lengths.numel() > 0 and int(key_lengths.min()) < 0
     elif isinstance(key_lengths, int) and not isinstance(key_lengths, bool):
+        check_whole("key_lengths", key_lengths)
         negative = key_lengths < 0
     else:
         raise DtypeError(f"key_lengths must be an integer or an integer tensor; got {type(key_lengths).__name__}.")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
+from partita._checks import check_whole
 from partita.attn.problem import Problem
 from partita.attn.sdpa import finish
 from partita.engine import State, Stats
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["blockwise_attention", "hierarchical_attention"]
 
 
-def _check_block(block: int) -> None:
-    if not isinstance(block, int) or block < 1:
-        raise ValueRangeError(f"block must be a whole number of keys, at least 1; got {block!r}.")
-
-
 def blockwise_attention(
     query: Tensor, key: Tensor, value: Tensor, block: int, *, return_stats: bool = False, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Stats]:
@@ -44,7 +40,7 @@ def blockwise_attention(
     >>> torch.allclose(blockwise_attention(x, x, x, 3), Gibbs(x, x, scale=0.5).expectation(x))
     True
     """
-    _check_block(block)
+    check_whole("block", block, least=1)
     problem = Problem.of(query, key, **options).resolved()
     parts = [slice(i, min(i + block, problem.n_key)) for i in range(0, max(1, problem.n_key), block)]
     states = [problem.keys(part).state(value[..., part, :]) for part in parts]
@@ -69,13 +65,13 @@ def hierarchical_attention(
     Causal: own block up to the query, and the blocks before it. With one block, equal to `attention`. Statistics are
     those of what the query looks at: a summary is one key of score log n_b + scale <query, mean key>.
     """
-    _check_block(block)
+    check_whole("block", block, least=1)
     if isinstance(scale, Policy):
         raise ValueRangeError("hierarchical_attention takes a number or a tensor as scale: a summary is not one key.")
     n = key.shape[-2]
     if query.shape[-2] != n:
         raise ShapeError(f"hierarchical_attention needs as many queries as keys; got {query.shape[-2]} and {n}.")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     own = torch.arange(n, device=key.device) // block
     near = supports.segments(own, own)
     near = near & supports.causal() if is_causal else near
@@ -95,6 +91,7 @@ def _sizes(n: int, block: int, device: torch.device) -> Tensor:
 
 def _means(x: Tensor, block: int) -> Tensor:  # (..., n, dim) -> (..., blocks, dim)
     n = x.shape[-2]
-    padded = torch.nn.functional.pad(x, (0, 0, 0, math.ceil(n / block) * block - n))
-    blocks = padded.reshape(*x.shape[:-2], -1, block, x.shape[-1])
+    many = math.ceil(n / block)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, many * block - n))
+    blocks = padded.reshape(*x.shape[:-2], many, block, x.shape[-1])
     return blocks.sum(-2) / _sizes(n, block, x.device)[:, None].to(x.dtype)

@@ -63,7 +63,7 @@ def _ingredients(
         bias = bias.reshape(1, -1)
     if options.get("is_causal", False):
         support = both(support, supports.causal())
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     if rule is not None and isinstance(scale, TargetEntropy):
         raise ValueRangeError(
             "TargetEntropy takes no position bias: with a bias the entropy is not monotone in the scale."

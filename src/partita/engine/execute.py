@@ -116,7 +116,7 @@ def attention(
         return None
     if not grouped and (key.dim() < 3 or query.shape[-3] != key.shape[-3]):
         return None
-    sharp = query.shape[-1] ** -0.5 if scale is None else scale
+    sharp = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     name = backends.current()
     for entry in backends.TABLE.values() if name == "auto" else (backends.TABLE[name],):
         if entry.attention is not None:

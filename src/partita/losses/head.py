@@ -17,7 +17,7 @@ from torch import Tensor
 
 from partita import _checks
 from partita.errors import DtypeError, ShapeError, ValueRangeError
-from partita.losses.objective import Options
+from partita.losses.objective import Options, likeliest
 from partita.precision import no_autocast
 from partita.rows import in_row_blocks
 
@@ -75,7 +75,7 @@ class Head:
         if isinstance(scale, Tensor) and scale.dim():
             scale = _per_row("scale", scale, shape, -shift)
         target = target[..., shift:] if shift else target
-        index = target.detach().argmax(len(lead)) if soft else target.long()  # uint8 would index as a mask
+        index = likeliest(target, len(lead)) if soft else target.long()  # uint8 would index as a mask
         counts = None if soft else index != options.ignore_index
         seen = counts is not None and _checks.has_values(counts)
 
@@ -83,7 +83,7 @@ class Head:
         if counts is not None and seen and not outputs and not bool(counts.all()):
             kept = counts.reshape(n).nonzero()[:, 0]
             where = kept if window is None else _positions(input, window)[kept]
-            query = input.reshape(-1, dim).index_select(0, where)
+            query = input.reshape(input.shape[:-1].numel(), dim).index_select(0, where)
         elif counts is not None and not (seen and bool(counts.all())):
             mask, index = counts, torch.where(counts, index, torch.zeros_like(index))
         # cutting the last positions off several sequences leaves no flat view: then the batch stays a batch
@@ -192,8 +192,7 @@ def _is_soft(input: Tensor, linear_weight: Tensor, target: Tensor, options: Opti
 
 def _window(lead: tuple[int, ...], shift: int, outputs: bool) -> tuple[tuple[int, ...], slice | None]:
     """Rows that are left by a shift, and which positions they are."""
-    if not isinstance(shift, int) or isinstance(shift, bool) or shift < 0:
-        raise ValueRangeError(f"shift must be a whole number, not negative; got {shift!r}.")
+    _checks.check_whole("shift", shift, least=0)
     if shift == 0:
         return lead, None
     if not lead or outputs:

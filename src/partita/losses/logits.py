@@ -16,7 +16,7 @@ from partita import _checks
 from partita._overrides import overridable
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
-from partita.losses.objective import Options, Terms
+from partita.losses.objective import Options, Terms, likeliest
 from partita.precision import loss_dtype
 from partita.rows import blank_ignored, loss_stats, probabilities, reduce_rows, sums_of
 
@@ -66,7 +66,9 @@ def cross_entropy(
             raise ValueRangeError("ignore_index names a class index; it cannot be given with class probabilities.")
         probs = _classes_last(target)
         soft = options.soften(probs, raised.dtype)
-        sums = sums_of(raised, probs.detach().argmax(-1))
+        index = likeliest(probs, -1)
+        _checks.check_classes(index, n_class, ignore_index)
+        sums = sums_of(raised, index)
         terms = Terms.of_probabilities(soft, (soft * raised).sum(-1), sample)
     else:
         index, kept = _index(target, shape, n_class, ignore_index)
@@ -190,6 +192,7 @@ def _index(target: Tensor, shape: torch.Size, n_class: int, ignore_index: int) -
     if not isinstance(target, Tensor) or target.is_floating_point():
         raise DtypeError("target must hold class indices; use target.long().")
     _checks.check_index_dtype("target", target)
+    _checks.check_whole("ignore_index", ignore_index)
     if target.shape != shape:
         raise ShapeError(f"class indices must have shape {tuple(shape)}; got {_checks.shape_text(target)}.")
     index = target.long()  # before the comparison: -100 is 156 among uint8
