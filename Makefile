@@ -5,7 +5,7 @@ PYTHON   ?= $(shell command -v python3.11 || command -v python3)
 VENV     := .venv
 BIN      := $(VENV)/bin
 WORKERS  ?= 2
-BACKENDS ?= dense tiled native native-avx2 native-baseline
+BACKENDS ?= dense tiled toy native native-avx2 native-baseline
 SANITIZED ?= avx512 avx2 baseline
 
 # pip reads the first for the environment and, in older versions, for the isolated build too; newer ones read the second there.
@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Virtual machines have been seen to advertise AMX and then to die of it in torch's own bfloat16 products. Nothing here needs it.
 export ONEDNN_MAX_CPU_ISA   ?= AVX512_CORE_FP16
 
-SOURCES := $(shell find src -type f -not -name '*.pyc' -not -name '*.so')
+SOURCES := $(shell find src native -type f -not -name '*.pyc' -not -name '*.so')
 
 # Worker processes share the cores: one torch thread in each. Tests of threading set their own number.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
@@ -49,7 +49,7 @@ test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND
 	  echo "== PARTITA_BACKEND=$$backend PARTITA_ISA=$$isa"; \
 	  case $$backend in \
 	    tiled) tests="tests/conformance $(CORE)";; \
-	    native) $(BIN)/python -c "import sys; from partita.engine import native; sys.exit(native.why_not())" || continue;; \
+	    native) $(BIN)/python -c "import sys; from partita.engine.backends.native import library; sys.exit(library.why_not())" || continue;; \
 	  esac; \
 	  PARTITA_BACKEND=$$backend PARTITA_ISA=$$isa $(PYTEST) $(FAST) $$tests || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }

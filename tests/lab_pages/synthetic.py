@@ -167,9 +167,9 @@ def _row(
     row = {
         "entropy": h,
         "normalized_entropy": ne,
-        "entropy_p05": max(0.0, ne - 0.12),
-        "entropy_p50": ne,
-        "entropy_p95": min(1.0, ne + 0.1),
+        "normalized_entropy_p05": max(0.0, ne - 0.12),
+        "normalized_entropy_p50": ne,
+        "normalized_entropy_p95": min(1.0, ne + 0.1),
         "effective_width": math.exp(h),
         "max_score": peak,
         "log_partition": peak + 1.0,

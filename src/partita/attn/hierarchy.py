@@ -1,7 +1,6 @@
-"""Long sequences in pieces: exact by merging, shorter by looking away, or two-level with summaries.
+"""Long sequences in pieces: exact by merging, or two-level with summaries.
 
 blockwise      state(all keys) = merge of state(block of keys)                    exact (M-GIB-9, M-ATT-14)
-segmented      a query sees the keys of its own segment                           n_i = segment length
 hierarchical   own block exactly, every other block as one summary key            O(n * (block + n / block))
 """
 
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
-from partita.attn.problem import Problem, both
+from partita.attn.problem import Problem
 from partita.attn.sdpa import finish
 from partita.engine import State, Stats
 from partita.errors import ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
+from partita.precision import accumulation_dtype, finest
 from partita.scale import Policy
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from partita.attn.problem import Options
 
-__all__ = ["blockwise_attention", "hierarchical_attention", "segmented_attention"]
+__all__ = ["blockwise_attention", "hierarchical_attention"]
 
 
 def _check_block(block: int) -> None:
@@ -49,21 +49,6 @@ def blockwise_attention(
     parts = [slice(i, min(i + block, problem.n_key)) for i in range(0, max(1, problem.n_key), block)]
     states = [problem.keys(part).state(value[..., part, :]) for part in parts]
     return finish(reduce(State.merge, states), value, None, return_stats)
-
-
-def segmented_attention(
-    query: Tensor, key: Tensor, value: Tensor, block: int, *, return_stats: bool = False, **options: Unpack[Options]
-) -> Tensor | tuple[Tensor, Stats]:
-    """Attention inside segments of `block` positions: keys elsewhere are not visible, and policies count the segment.
-
-    >>> segmented_attention(torch.zeros(4, 1), torch.zeros(4, 1), torch.arange(4.0)[:, None], 2)[:, 0]
-    tensor([0.5000, 0.5000, 2.5000, 2.5000])
-    """
-    _check_block(block)
-    rows, cols = (torch.arange(x.shape[-2], device=x.device) // block for x in (query, key))
-    options["support"] = both(options.get("support"), supports.segments(rows, cols))
-    problem = Problem.of(query, key, **options)
-    return finish(problem.gibbs().state(value), value, None, return_stats)
 
 
 def hierarchical_attention(
@@ -98,14 +83,14 @@ def hierarchical_attention(
     summary, mean, count = _means(key, block), _means(value, block), _sizes(n, block, key.device)
     others = torch.arange(count.shape[0], device=key.device)
     far = (others < own[:, None]) if is_causal else (others != own[:, None])
-    weight = count.log().to(query.dtype)[None, :]
-    distant = Gibbs(query, summary, scale=scale, bias=weight, support=supports.mask(far)).state(mean)
+    log_count = count.log().to(accumulation_dtype(query.dtype))[None, :]
+    distant = Gibbs(query, summary, scale=scale, bias=log_count, support=supports.mask(far)).state(mean)
     return finish(local.merge(distant), value, None, return_stats)
 
 
 def _sizes(n: int, block: int, device: torch.device) -> Tensor:
     full, rest = divmod(n, block)
-    return torch.tensor([float(block)] * full + [float(rest)] * (rest > 0), device=device)
+    return torch.tensor([float(block)] * full + [float(rest)] * (rest > 0), dtype=finest(device), device=device)
 
 
 def _means(x: Tensor, block: int) -> Tensor:  # (..., n, dim) -> (..., blocks, dim)

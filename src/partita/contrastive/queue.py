@@ -45,8 +45,8 @@ class Queue(nn.Module):
         self.size, self.dim, self.labelled, self.normalize = size, dim, labelled, normalize
         self.register_buffer("_store", torch.zeros(size, dim, dtype=dtype, device=device))
         self.register_buffer("_labels", torch.zeros(size, dtype=torch.int64, device=device))
-        self.register_buffer("_filled", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("_next", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("_filled", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("_next", torch.zeros((), dtype=torch.int64, device=device))
 
     def __len__(self) -> int:
         return int(self._filled)

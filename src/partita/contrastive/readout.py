@@ -14,7 +14,7 @@ from torch import Tensor
 from partita.contrastive.candidates import Bank
 from partita.engine import State
 from partita.gibbs import Gibbs
-from partita.rows import LossStats, multiplier
+from partita.rows import LossStats
 
 __all__ = ["ContrastStats", "above", "readout", "similarity_moments"]
 
@@ -54,7 +54,7 @@ def readout(
     share = torch.where(
         negatives.empty(), torch.zeros_like(one), 1.0 / torch.where(negatives.empty(), one, negatives.mass)
     )
-    width = torch.where(negatives.empty(), torch.zeros_like(one), multiplier(negatives.entropy()))
+    width = torch.where(negatives.empty(), torch.zeros_like(one), negatives.entropy().exp())
     return ContrastStats(
         *whole.stats(),
         rank,

@@ -13,8 +13,8 @@ from partita.contrastive.candidates import check_pairs, prepare, resolve_scale
 from partita.distributed import joint_checks, team_of
 from partita.engine import Stats
 from partita.errors import ShapeError
-from partita.gibbs import surprise
-from partita.rows import output_dtype, read
+from partita.precision import loss_dtype
+from partita.rows import loss_stats
 from partita.support import Support
 
 __all__ = ["nt_xent_loss", "supcon_loss"]
@@ -58,8 +58,8 @@ def nt_xent_loss(
         rank=return_stats,
         statistics=return_stats,
     )
-    loss = reduce_all(across, surprise(sums), reduction).to(output_dtype(out0))
-    return (loss, read(sums)) if return_stats else loss
+    loss = reduce_all(across, sums.nll(), reduction).to(loss_dtype(out0))
+    return (loss, loss_stats(sums)) if return_stats else loss
 
 
 @overridable
@@ -110,7 +110,7 @@ def supcon_loss(
     positive = scale * (x.to(total.dtype) * total).sum(-1) / count.clamp(min=1)
     level = torch.where(state.empty(), positive, state.log_partition())
     rows = torch.where(has, level - positive, torch.zeros_like(positive))
-    loss = reduce_all(across, rows, reduction, has.sum().to(rows.dtype)).to(output_dtype(embeddings))
+    loss = reduce_all(across, rows, reduction, has.sum().to(rows.dtype)).to(loss_dtype(embeddings))
     return (loss, state.stats()) if return_stats else loss
 
 

@@ -68,8 +68,8 @@ class Options:
         y = probabilities.to(dtype)
         if self.label_smoothing:
             y = y * (1.0 - self.label_smoothing) + self.label_smoothing / self.n_class
-        weight = self.class_weight(dtype)
-        return y if weight is None else y * weight
+        by_class = self.class_weight(dtype)
+        return y if by_class is None else y * by_class
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +88,12 @@ class Terms:
         index: Tensor, options: Options, linear: Tensor | None, sample: Tensor | None, kept: Tensor | None, like: Tensor
     ) -> Terms:
         """Class indices; `linear` is sum_c weight_c s_c where there is smoothing."""
-        weight = options.class_weight(like.dtype)
-        own = torch.ones_like(like) if weight is None else weight[index]
+        by_class = options.class_weight(like.dtype)
+        own = torch.ones_like(like) if by_class is None else by_class[index]
         smooth = options.label_smoothing
         if smooth == 0.0 or linear is None:
             return Terms(own, None, None, own, sample, kept)
-        total = float(options.n_class) if weight is None else weight.sum()
+        total = float(options.n_class) if by_class is None else by_class.sum()
         part = smooth / options.n_class
         return Terms((1.0 - smooth) * own, torch.ones_like(like) * (part * total), part * linear, own, sample, kept)
 

@@ -49,6 +49,13 @@ class Reading:
         """What is worth a look, worst first."""
         return self.finished().findings(thresholds if thresholds is not None else self.thresholds)
 
+    def plot(self, kind: str = "entropy") -> Any:
+        """A figure that notebooks show: "entropy", "scores" or "width". `.save(path)` writes it as SVG."""
+        return self.finished().plot(kind)
+
+    def __str__(self) -> str:
+        return self.finished().summary(self.thresholds)
+
     def save(self, path: str | Path) -> Path:
         """Write the record as JSON lines; `partita.load_record` reads it."""
         return self.finished().save(path)

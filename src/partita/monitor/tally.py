@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from partita.engine import Stats, native_tally
-from partita.engine.native_tally import BANDS, BINS
+from partita.engine import Stats
+from partita.engine.backends.native import statistics as native_tally
+from partita.engine.backends.native.statistics import BANDS, BINS
 from partita.monitor.record import BAND_COLUMNS, COLUMNS, Block
 
 SUMS = (
@@ -195,7 +196,9 @@ def blocks(tallies: Sequence[tuple[int, int, Tally]]) -> list[Block]:
     peak = torch.cat([t.peak for t in all_])
     column["max_score"] = torch.where(peak.isneginf(), torch.nan, peak)
     levels = _quantiles(torch.cat([t.histogram for t in all_]), rows, (0.05, 0.5, 0.95))
-    column |= dict(zip(("entropy_p05", "entropy_p50", "entropy_p95"), levels, strict=True))
+    column |= dict(
+        zip(("normalized_entropy_p05", "normalized_entropy_p50", "normalized_entropy_p95"), levels, strict=True)
+    )
     sampled = torch.cat([t.sampled for t in all_], 1)
     column["sink_top"] = sampled[1] / torch.where(sampled[0] > 0, sampled[0], torch.nan)
     column["sink_key"] = torch.cat([t.strongest for t in all_])

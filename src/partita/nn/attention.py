@@ -5,6 +5,7 @@ head_r = attention(x W_Q^r, y W_K^r, z W_V^r)          out = concat(head_1 ... h
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -291,7 +292,7 @@ class EntropyInvariantAttention(MultiheadAttention):
         """
         if not (reference > 1 and sigma > 0):
             raise ValueRangeError(f"reference must be above 1 and sigma positive; got {reference!r} and {sigma!r}.")
-        self.kappa = self.head_dim / (sigma * torch.tensor(float(reference)).log().sqrt().item())
+        self.kappa = self.head_dim / (sigma * math.sqrt(math.log(reference)))
         self.scale = KappaLog(self.kappa)
         return self
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, number, require, where
 from partita.theory.law import gibbs_law
 
 __all__ = [
@@ -109,7 +109,7 @@ def gumbel_noise(*shape: int, generator: torch.Generator | None = None, dtype: t
     torch.Size([3])
     """
     tiny = torch.finfo(dtype).eps
-    u = torch.rand(*shape, generator=generator, dtype=dtype).clamp(tiny, 1 - tiny)
+    u = torch.rand(*shape, generator=generator, dtype=dtype, device=where(generator)).clamp(tiny, 1 - tiny)
     return -torch.log(-torch.log(u))
 
 

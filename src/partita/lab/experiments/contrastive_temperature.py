@@ -25,7 +25,7 @@ from partita.lab.experiments._claims import above, below, weigh
 from partita.lab.experiments._series import note, only, series
 from partita.lab.experiments._verses import NEEDS, Encoder, pairs, take
 from partita.lab.figure import Figure, Line, Panel
-from partita.metrics import recall_at_k
+from partita.metrics import top_k_accuracy
 
 CROWDED = 0.5  # of uniformity, above that of the best temperature
 
@@ -60,7 +60,7 @@ def measure(model: Encoder, which: Tensor, temperature: float) -> dict[str, floa
     _, stats = info_nce_loss(q, k, temperature=temperature, return_stats=True)
     assert isinstance(stats, ContrastStats)
     return {
-        "recall": recall_at_k(stats, 1).item(),
+        "recall": top_k_accuracy(stats, 1).item(),
         "hardest_share": stats.hardest_share.mean().item(),
         "effective_negatives": stats.effective_negatives.mean().item(),
         "positive_similarity": stats.positive_similarity.mean().item(),

@@ -10,8 +10,9 @@ from typing import Any
 from partita.lab.draw import stylesheet
 from partita.lab.report import pack, studies
 from partita.lab.report.html import asset, page
-from partita.lab.report.verdict import HABITS, fallback, sentence
-from partita.monitor.findings import Finding, Thresholds, find
+from partita.lab.report.verdict import fallback, sentence
+from partita.monitor.files import replace_file
+from partita.monitor.findings import HABITS, Finding, Thresholds, find
 from partita.monitor.record import Record, clean
 
 __all__ = ["notebook", "render", "write"]
@@ -90,12 +91,7 @@ def _shorten(value: Any) -> Any:
 
 def write(record: Record, path: str | Path, **options: Any) -> Path:
     """Write the page; the folder is made."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(render(record, **options), encoding="utf-8")
-    partial.replace(path)
-    return path
+    return replace_file(path, render(record, **options))
 
 
 def notebook(record: Record, height: int = 640) -> str:

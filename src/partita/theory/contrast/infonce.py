@@ -124,9 +124,9 @@ def info_nce_batch_gradients(
     """
     t = _temperature(temperature, queries)
     z = queries @ keys.T / t
-    residual = torch.softmax(z, -1) - torch.eye(len(z), dtype=z.dtype)
+    residual = torch.softmax(z, -1) - torch.eye(len(z), dtype=z.dtype, device=z.device)
     if symmetric:
-        residual = (residual + torch.softmax(z, 0) - torch.eye(len(z), dtype=z.dtype)) / 2
+        residual = (residual + torch.softmax(z, 0) - torch.eye(len(z), dtype=z.dtype, device=z.device)) / 2
     residual = residual / (len(z) * t)
     return BatchGradients(residual @ keys, residual.T @ queries)
 

@@ -94,7 +94,8 @@ def simplex_grid(steps: int, *, interior: bool = False) -> Tensor:  # (points, 3
             [1., 0., 0.]], dtype=torch.float64)
     """
     require(steps >= 1, f"steps must be at least 1; got {steps}.")
-    i, j = torch.meshgrid(torch.arange(steps + 1), torch.arange(steps + 1), indexing="ij")
+    side = torch.arange(steps + 1, device="cpu")
+    i, j = torch.meshgrid(side, side, indexing="ij")
     keep = i + j <= steps
     points = torch.stack([i[keep], j[keep], steps - i[keep] - j[keep]], -1).double() / steps
     return points[(points > 0).all(-1)] if interior else points

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, number, require, where
 from partita.theory.information.correlation import mutual_information_table
 from partita.theory.law import gibbs_law
 
@@ -85,7 +85,8 @@ def solve_bottleneck(
     0.6931
     """
     require(n_z >= 1, f"n_z counts the values of the code, so n_z >= 1; got {n_z}.")
-    start = torch.rand(joint.shape[0], n_z, generator=generator, dtype=joint.dtype) + 0.1
+    start = torch.rand(joint.shape[0], n_z, generator=generator, dtype=joint.dtype, device=where(generator))
+    start = start.to(joint.device) + 0.1
     encoder = start / start.sum(-1, keepdim=True)
     for _ in range(steps):
         encoder = bottleneck_step(encoder, joint, beta)

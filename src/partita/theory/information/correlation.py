@@ -48,7 +48,7 @@ def product_of_marginals(table: Tensor) -> Tensor:
     tensor([[0.2500, 0.2500],
             [0.2500, 0.2500]])
     """
-    out = torch.ones((), dtype=table.dtype)
+    out = torch.ones((), dtype=table.dtype, device=table.device)
     for m in marginals(table):
         out = out[..., None] * m
     return out
@@ -127,7 +127,7 @@ def prefix_information(table: Tensor) -> Tensor:
     tensor(0.6931)
     """
     _check(table)
-    total = torch.zeros((), dtype=table.dtype)
+    total = torch.zeros((), dtype=table.dtype, device=table.device)
     for t in range(1, table.dim()):
         head = table.sum(list(range(t + 1, table.dim()))) if t + 1 < table.dim() else table
         total = total + mutual_information_table(head.flatten(0, t - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +115,7 @@ def optimal_gaussian_critic(x: Tensor, y: Tensor, correlation: float) -> Tensor:
 
 def _log_rest(rho2: float) -> float:
     """log(1 - rho^2), accurate near 0."""
-    return float(torch.log1p(torch.tensor(-rho2, dtype=torch.float64)))
+    return math.log1p(-rho2)
 
 
 def token_information_gain(cross_entropy: Number, marginal_entropy: Number) -> Tensor:

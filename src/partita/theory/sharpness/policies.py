@@ -175,6 +175,6 @@ def length_slope(
     """
     require(len(lengths) >= 2, "a slope needs at least two lengths.")
     means = torch.stack([entropy(policy(n) * sampler(n)).mean().double() for n in lengths])
-    x = torch.tensor([float(n) for n in lengths], dtype=torch.float64).log()
+    x = torch.tensor([float(n) for n in lengths], dtype=torch.float64, device=means.device).log()
     x = x - x.mean()
     return (x * means).sum() / x.square().sum(), means

@@ -2,7 +2,7 @@
 function readingOf(run, layer, head, limits) {
   const n = run.steps.length, from = n - Math.max(1, Math.floor(n / 4));
   const late = (m) => quantile(run.line(m, layer, head).slice(from), 0.5);
-  const h = late("normalized_entropy"), p50 = ok(late("entropy_p50")) ? late("entropy_p50") : h, top = late("max_score"), sink = Math.max(late("sink_first") || 0, late("sink_top") || 0);
+  const h = late("normalized_entropy"), p50 = ok(late("normalized_entropy_p50")) ? late("normalized_entropy_p50") : h, top = late("max_score"), sink = Math.max(late("sink_first") || 0, late("sink_top") || 0);
   if ((run.flags[`${layer},${head}`] || []).includes("NONFINITE")) return ["error", `Broken: some of its rows had NaN or infinite scores.${ok(h) ? ` The others use ${fmt(h, 3)} of the possible entropy.` : ""} Look at the inputs of this layer at the first bad step.`];
   if (!ok(h)) return ["warning", "No row with two or more visible keys was recorded for this head, so nothing can be said about it."];
   if (p50 < limits.collapsed) return ["warning", `Too peaked: half of the rows use ${fmt(p50, 2)} of the entropy they could have. Little gradient reaches the scores; a smaller scale or normalised queries and keys would open it.`];
@@ -28,8 +28,8 @@ function headViews(run) {
     time.sub.textContent = `H / log(visible) over steps, ${fmt(quantile(run.rowsPerStep[layer] || [], 0.5), 4)} rows a step`;
     xy(time, { x: { label: "step", whole: true }, y: { label: "H / log(visible)", domain: [0, 1.02] }, series: [
       ...siblings.map((h) => ({ name: place(layer, h), kind: "line", context: true, x: run.steps, y: run.line("normalized_entropy", layer, h) })),
-      { name: "band", kind: "band", x: run.steps, lo: run.line("entropy_p05", layer, head), hi: run.line("entropy_p95", layer, head), colour: lineColour(0) },
-      { name: place(layer, head), kind: "line", label: "head " + head, colour: lineColour(0), x: run.steps, y: run.line("normalized_entropy", layer, head), lo: run.line("entropy_p05", layer, head), hi: run.line("entropy_p95", layer, head) },
+      { name: "band", kind: "band", x: run.steps, lo: run.line("normalized_entropy_p05", layer, head), hi: run.line("normalized_entropy_p95", layer, head), colour: lineColour(0) },
+      { name: place(layer, head), kind: "line", label: "head " + head, colour: lineColour(0), x: run.steps, y: run.line("normalized_entropy", layer, head), lo: run.line("normalized_entropy_p05", layer, head), hi: run.line("normalized_entropy_p95", layer, head) },
       { name: "uniform", kind: "rule", at: { y: 1 }, label: "", colour: "var(--soft)" }] });
     const bands = run.bands[`${layer},${head}`];
     width.sub.textContent = "keys, by the number of visible keys; end of the run" + (bands ? `, ${fmt(bands.rows.reduce((a, b) => a + b, 0), 4)} rows` : "");
