@@ -25,7 +25,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-fast test-backends test-peers test-slow bench lint format docs sanitize clean
+.PHONY: help demo tour test test-fast test-backends test-peers test-slow bench lint format statements docs sanitize clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -75,6 +75,9 @@ lint: $(VENV)/dev.stamp   ## format, lint, types
 format: $(VENV)/dev.stamp   ## rewrite the sources the way lint wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+statements: $(VENV)/dev.stamp   ## write docs/statements.md anew from the sources
+	$(BIN)/python docs/statements.py
 
 docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
 	$(PYTEST) $(FAST) tests/test_docs.py
