@@ -163,7 +163,7 @@ def _share(value: float) -> str:
 
 
 def _digits(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else ""
+    return f"{value:.4g}" if math.isfinite(value) else ""
 
 
 def judge(rows: list[Row]) -> Verdict:
