@@ -52,6 +52,7 @@ BESIDE = {
     ("fused", "gibbs"),
     ("distributed", "gibbs"),
     ("distributed", "rows"),
+    ("hf", "interception"),
 }
 # Faces read a distribution and never its engine, but the two types that their signatures name.
 FACES = ("losses", "contrastive", "attn", "theory", "metrics")

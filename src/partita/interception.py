@@ -62,8 +62,8 @@ class Patch:
     """An attribute of a module or class that several owners may wrap at a time.
 
     The newest wrapper is called first, those of the calling thread before those of others, and the function that was
-    found last. A wrapper is for its own thread, or for every one. When the last is removed the attribute is what it was;
-    should somebody else have replaced it meanwhile, theirs stays and calls us, and we only pass on.
+    found last. A wrapper is for its own thread, or for every one. When the last is removed the attribute is what it
+    was; should somebody else have replaced it meanwhile, theirs stays and calls us, and we only pass on.
 
     >>> import types
     >>> place = types.SimpleNamespace(double=lambda x: 2 * x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from oracle import Softmaxes
 from torch import Tensor, nn
 
 import partita
@@ -362,7 +364,74 @@ def encoder_layer(d: Dice) -> Case:
     return Case(f"encoder layer train {made.training} {list(options)}", made, (x,), scores, keep, options)
 
 
-KINDS: tuple[Callable[[Dice], Case], ...] = (sdpa, sdpa, own, own, own, replaced, by_hand, multihead, multihead, encoder_layer)
+def hugging_face(d: Dice) -> Case:
+    """One layer of a model of transformers; the truth is what reaches the softmax of its eager attention."""
+    import transformers
+
+    from partita import hf
+
+    how, name = d.choice(["sdpa", "eager", "partita"]), d.choice(["Llama", "GPT2", "Bert"])
+    hf.register()
+    sizes: dict[str, Any] = {"vocab_size": 30, "pad_token_id": 0}
+    if name == "GPT2":
+        sizes |= {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
+    else:
+        sizes |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
+    if name == "Llama":
+        sizes |= {"num_key_value_heads": d.choice([2, 4]), "bos_token_id": 1, "eos_token_id": 2}
+    made = [
+        getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(attn_implementation=kind, **sizes))
+        for kind in (how, "eager")
+    ]
+    model, eager = (m.eval() for m in made)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.dim() == 2 and any(part in key for part in ("query", "key", "c_attn", "q_proj", "k_proj")):
+                p.normal_(0, 0.5)
+    eager.load_state_dict(model.state_dict())
+    batch, n = d.randint(1, 3), d.randint(2, 12)
+    inputs: dict[str, Any] = {"input_ids": torch.randint(3, 30, (batch, n))}
+    keep = None
+    if d.maybe():
+        keep = torch.arange(n) < torch.randint(1, n + 1, (batch, 1))
+        inputs["attention_mask"] = keep.long()
+    with torch.no_grad(), Softmaxes() as seen:
+        eager(**inputs)
+    sharper = how == "partita" and d.maybe()
+    if sharper:
+        hf.set_scale(model, scales.LogLength(16))
+
+    def scores(factor: float) -> Tensor:
+        s = torch.where(seen[0] <= -1e8, -math.inf, seen[0].double())
+        ratio = (s > -math.inf).sum(-1, keepdim=True).clamp(min=4).double().log() / math.log(16) if sharper else 1.0
+        return torch.where(s > -math.inf, factor * ratio * torch.where(s > -math.inf, s, 0.0), -math.inf)
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **inputs: Any) -> Tensor:
+            out: Tensor = self.model(**inputs)[0]
+            return out
+
+    return Case(f"{name} {how} policy {sharper} padded {keep is not None}", First(), (), scores, keep, inputs)
+
+
+KINDS: list[Callable[[Dice], Case]] = [
+    sdpa,
+    sdpa,
+    own,
+    own,
+    own,
+    replaced,
+    by_hand,
+    multihead,
+    multihead,
+    encoder_layer,
+]
+if importlib.util.find_spec("transformers") is not None:
+    KINDS.append(hugging_face)
 
 
 def random_case(seed: int) -> Case:

@@ -57,7 +57,9 @@ class Truth:
         return out
 
     def key_mass(self) -> Tensor:  # (heads, n_key)
-        return torch.where(self.there[..., None], self.p, 0.0).sum((0, 2)) / self.there.sum((0, 2)).clamp(min=1)[:, None]
+        return (
+            torch.where(self.there[..., None], self.p, 0.0).sum((0, 2)) / self.there.sum((0, 2)).clamp(min=1)[:, None]
+        )
 
     def likeness(self) -> Tensor:  # (heads, heads)
         seen = self.p > 0
@@ -105,7 +107,9 @@ def assert_quantiles(case: Case, block: Block, truth: Truth, loose: float) -> No
             at = level * len(values)
             low = values[max(0, min(len(values) - 1, math.ceil(at - 1e-6) - 1))]
             high = values[max(0, min(len(values) - 1, math.ceil(at + 1e-6) - 1))]
-            assert low - 2 * BIN - loose <= got <= high + 2 * BIN + loose, f"{name}: {got}, {low} to {high}; {case.about}"
+            assert low - 2 * BIN - loose <= got <= high + 2 * BIN + loose, (
+                f"{name}: {got}, {low} to {high}; {case.about}"
+            )
 
 
 def assert_bands(case: Case, block: Block, truth: Truth) -> None:

@@ -61,9 +61,9 @@ def watch(
     """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
 
     A context manager, and a handle (`detach` ends it). The model computes exactly what it would: statistics are made
-    beside its own kernels. A step is one call of the model, or of a loss module that calls it several times in training,
-    or what `set_step` says. A model that torch.compile made runs without it while it is watched, and the coverage says
-    so.
+    beside its own kernels. A step is one call of the model, or of a loss module that calls it several times in
+    training, or what `set_step` says. A model that torch.compile made runs without it while it is watched, and the
+    coverage says so.
 
     every: look at one step of so many; the others cost nothing that can be measured.
     rows: look at so many evenly spaced queries per call (None: all); the largest score is then a lower bound.

@@ -188,9 +188,9 @@ class FunctionMode(TorchFunctionMode):
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A softmax times something is attention, whatever its module is called."""
-        if self._by_hand and not self.watch.outside():
-            if any(ref() is given for ref in self._by_hand for given in args):
-                self.watch.observer.passed_over()
+        known = self._by_hand if not self.watch.outside() else ()
+        if any(ref() is given for ref in known for given in args):
+            self.watch.observer.passed_over()
         return func(*args, **kwargs)
 
     def _look_scores(self, scores: Tensor, heads: int, kind: str, cross: bool | None) -> None:

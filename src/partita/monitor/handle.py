@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.interception import Wrapper
 from partita.monitor import compiled
 from partita.monitor.coverage import Coverage, coverage, expected
 from partita.monitor.findings import Thresholds
@@ -57,8 +56,7 @@ class Watch(Reading):
             thresholds=thresholds, kernel=kernel,
         )  # fmt: skip
         self.thresholds, self.kernel = self.options.thresholds, kernel
-        own = weakref.ref(self)
-        self._model = weakref.ref(inside, lambda _: _forget(own))  # a watch that is forgotten keeps no model alive
+        self.model = inside
         self._expected = expected(inside)
         self._compiled = {id(module): weakref.ref(module) for module in compiled.compiled(model)}
         self.record = Record(provenance=provenance(inside, self.options.plain()))
@@ -67,7 +65,7 @@ class Watch(Reading):
         self.observer = Observer(self.record, self.options)
         self.observing = False
         self._manual = False
-        self._wrapper: Wrapper | None = None
+        self._attached: weakref.finalize[..., Watch] | None = None
         self._fresh = True
         self._muted = 0
         self._outermost: set[int] = set()
@@ -82,11 +80,6 @@ class Watch(Reading):
         self.attach()
 
     @property
-    def model(self) -> nn.Module | None:
-        """The model that is watched; None once nobody else holds it."""
-        return self._model()
-
-    @property
     def step(self) -> int:
         return self.observer.step
 
@@ -94,18 +87,19 @@ class Watch(Reading):
 
     def attach(self) -> Watch:
         """Start to follow the model; a second call does nothing."""
-        if self._wrapper is None:
+        if self._attached is None:
             self._thread = threading.get_ident()
             self._fresh = True  # whatever is called first begins a step
             self.observer.stack.clear()
-            self._wrapper = compiled.MODULE_CALL.add(self._around, everywhere=True)
+            wrapper = compiled.MODULE_CALL.add(_weakly(self), everywhere=True)
+            self._attached = weakref.finalize(self, compiled.MODULE_CALL.remove, wrapper)
         return self
 
     def detach(self) -> None:
         """Leave everything as it was found; what was recorded stays."""
-        wrapper, self._wrapper = self._wrapper, None
-        if wrapper is not None:
-            compiled.MODULE_CALL.remove(wrapper)
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            attached()
         self.observer.flush()
         self.observing = False
 
@@ -155,7 +149,9 @@ class Watch(Reading):
         if self._enclosed is not None:
             self._enclosed = True
 
-    def _around(self, inner: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def called(
+        self, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Every call of every module passes here while the watch is attached."""
         if self._muted or in_backward() or getattr(_REPLAY, "owner", self) is not self:
             return inner(module, *args, **kwargs)
@@ -327,12 +323,17 @@ class Watch(Reading):
         return self.record
 
     def __repr__(self) -> str:
-        state = "detached" if self._wrapper is None else "attached"
+        state = "detached" if self._attached is None else "attached"
         title = self.record.provenance.get("model", "a model")
         return f"<watch of {title}, {state}: {self.observer.count} steps, {self.coverage['short']}>"
 
 
-def _forget(watch: weakref.ref[Watch]) -> None:
-    """The model is gone: nothing more can be seen."""
-    if (found := watch()) is not None:
-        found.detach()
+def _weakly(watch: Watch) -> Callable[..., Any]:
+    """Its way into every call. A handle that nobody holds ends, and lets its model go, unless a sink listens."""
+    own, listens = weakref.ref(watch), watch if watch.options.sinks else None
+
+    def around(inner: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = listens or own()
+        return inner(module, *args, **kwargs) if found is None else found.called(inner, module, args, kwargs)
+
+    return around

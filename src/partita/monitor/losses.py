@@ -168,7 +168,7 @@ def _bound(out: Numbers, candidates: Tensor) -> Numbers:
 
 
 def _contrast(stats: Any, valid: Tensor | None = None) -> Numbers:
-    """Candidates, effective negatives, norms of vectors as they enter the scores; the bound if there is one positive."""
+    """Candidates, effective negatives, norms of the vectors in the scores; the bound where there is one positive."""
     valid = torch.ones_like(stats.nll, dtype=torch.bool) if valid is None else valid
     out = _summary(stats, valid)
     count = valid.sum()

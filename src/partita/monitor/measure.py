@@ -6,7 +6,7 @@ Nothing of size n_query * n_key is built, except for a sample of rows kept under
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from partita import Stats
 from partita.monitor.accumulator import Accumulator
-from partita.monitor.scores import Scores
+from partita.monitor.scores import Scores, raised
 
 SAMPLE = 100_000  # probabilities looked at closely in one call
 CHUNK = 2_000_000  # elements of a mask converted at once
@@ -77,7 +77,10 @@ def sample(call: Scores) -> Scores:
     batch = call.batch if call.batch * call.n_query <= budget else min(call.batch, max(1, budget // 16))
     rows = min(call.n_query, max(4, budget // batch))
     device = call.first.device
-    return call.take(evenly(call.batch, batch, 0.5, device), evenly(call.n_query, rows, 0.5, device))
+    few = call.take(evenly(call.batch, batch, 0.5, device), evenly(call.n_query, rows, 0.5, device))
+    if few.query is None or few.key is None:
+        return few
+    return replace(few, query=raised(few.query), key=raised(few.key))  # weights come in the dtype of the query
 
 
 def look(call: Scores, sums: Accumulator) -> None:
