@@ -48,6 +48,7 @@ BESIDE = {
     ("scale", "terms"),
     ("scale", "support"),
     ("gibbs", "solve"),
+    ("hf", "interception"),
 }
 # A support bound to sizes: these files of the engine know no request, and stand below it.
 TERMS = ("axes", "terms", "visibility")

@@ -15,12 +15,13 @@ from torch.nn.functional import normalize as to_unit
 
 from partita import _checks
 from partita.contrastive.across import Across, read_sums
+from partita.contrastive.exclude import sort_by_label
 from partita.distributed import View
 from partita.engine import State
 from partita.errors import ShapeError, ValueRangeError
 from partita.support import Support
 
-__all__ = ["Bank", "check_pairs", "positive_score", "prepare", "resolve_scale", "tilted"]
+__all__ = ["Bank", "check_pairs", "other_labels", "positive_score", "prepare", "resolve_scale", "tilted"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,17 @@ class Bank:
         scores = (rows[:, None, :] * key).sum(-1)
         factor = scale[..., None] if isinstance(scale, Tensor) and scale.dim() else scale
         return State.of(factor * scores.to(torch.promote_types(scores.dtype, torch.float32)))
+
+
+def other_labels(
+    key: Tensor, labels: Tensor, key_labels: Tensor, hardness: float, across: Across | None, kind: int
+) -> Bank:
+    """Keys whose label is not the row's, sorted by label."""
+    order, others = sort_by_label(labels, key_labels)
+    if across is None:
+        return Bank(key[order], others, hardness)
+    view = across.other_labels(labels, across.labels(key_labels, kind))
+    return Bank(key[order], None, hardness, across=across, kind=kind, view=view)
 
 
 def tilted(query: Tensor, key: Tensor, scale: float | Tensor, hardness: float) -> tuple[Tensor, Tensor, float | Tensor]:

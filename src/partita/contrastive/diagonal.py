@@ -59,8 +59,8 @@ def diagonal_loss(
         negatives = others.state(query, scale)
     positive = positive_score(query, key, 1.0)
     assert sums.rank is not None
-    moments = similarity_moments([others], query, positive, in_batch=True)
-    stats = readout(sums.state, negatives, sums.rank, rows, positive, moments)
+    moments = similarity_moments([others], query, positive, [positive])
+    stats = readout(sums.state, negatives, sums.rank, rows, positive, moments, scale, (query, key))
     if symmetric:
         back = read_sums(across, key, query, scale, bias=bias, target=own, statistics=False)
         rows = (rows + back.nll()) / 2

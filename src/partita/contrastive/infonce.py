@@ -10,9 +10,9 @@ from partita import _checks
 from partita import support as supports
 from partita._overrides import overridable
 from partita.contrastive.across import Across, reduce_all
-from partita.contrastive.candidates import Bank, check_pairs, positive_score, prepare, resolve_scale
+from partita.contrastive.candidates import Bank, check_pairs, other_labels, positive_score, prepare, resolve_scale
 from partita.contrastive.diagonal import diagonal_loss
-from partita.contrastive.exclude import Exclusion, sort_by_label
+from partita.contrastive.exclude import Exclusion
 from partita.contrastive.queue import Queue
 from partita.contrastive.readout import above, readout, similarity_moments
 from partita.distributed import joint_checks, team_of
@@ -122,24 +122,13 @@ def _banks(
     elif labels is None:
         banks.append(Bank(k, supports.not_self(), hardness, across=across))
     else:
-        banks.append(_other_labels(k, labels, labels, hardness, across, 0))
+        banks.append(other_labels(k, labels, labels, hardness, across, 0))
     if queue is not None and (len(queue) or across is not None):
         if labels is not None and queue.labels is not None:
-            banks.append(_other_labels(queue.keys.to(k.dtype), labels, queue.labels, hardness, across, 2))
+            banks.append(other_labels(queue.keys.to(k.dtype), labels, queue.labels, hardness, across, 2))
         else:
             banks.append(Bank(queue.keys.to(k.dtype), None, hardness, across=across, kind=2))
     return banks
-
-
-def _other_labels(
-    key: Tensor, labels: Tensor, key_labels: Tensor, hardness: float, across: Across | None, kind: int
-) -> Bank:
-    """Keys whose label is not the row's, sorted by label."""
-    order, others = sort_by_label(labels, key_labels)
-    if across is None:
-        return Bank(key[order], others, hardness)
-    view = across.other_labels(labels, across.labels(key_labels, kind))
-    return Bank(key[order], None, hardness, across=across, kind=kind, view=view)
 
 
 def _rows(
@@ -173,9 +162,9 @@ def _rows(
     if not return_stats:
         return rows, None
     whole = negatives.merge(State.of(score[:, None]))
-    moments = similarity_moments(banks, q, positive, in_batch)
+    moments = similarity_moments(banks, q, positive, [positive] if in_batch else [])
     surprised = rows if not decoupled else -logsigmoid(score - rest)
-    return rows, readout(whole, negatives, rank, surprised, positive, moments)
+    return rows, readout(whole, negatives, rank, surprised, positive, moments, scale, (q, k))
 
 
 def _excluding(

@@ -9,12 +9,12 @@ from partita import _checks
 from partita import support as supports
 from partita._overrides import overridable
 from partita.contrastive.across import Across, read_sums, reduce_all
-from partita.contrastive.candidates import check_pairs, prepare, resolve_scale
-from partita.distributed import joint_checks, team_of
-from partita.engine import Stats
+from partita.contrastive.candidates import Bank, check_pairs, other_labels, positive_score, prepare, resolve_scale
+from partita.contrastive.readout import ContrastStats, LabelStats, per_row, readout, similarity_moments, width_of
+from partita.distributed import Sums, joint_checks, team_of
+from partita.engine import State, Stats
 from partita.errors import ShapeError
 from partita.precision import loss_dtype
-from partita.rows import loss_stats
 from partita.support import Support
 
 __all__ = ["nt_xent_loss", "supcon_loss"]
@@ -59,7 +59,24 @@ def nt_xent_loss(
         statistics=return_stats,
     )
     loss = reduce_all(across, sums.nll(), reduction).to(loss_dtype(out0))
-    return (loss, loss_stats(sums)) if return_stats else loss
+    return (loss, _two_views(sums, anchors, other, scale, across)) if return_stats else loss
+
+
+@torch.no_grad()
+def _two_views(
+    sums: Sums, anchors: Tensor, other: Tensor, scale: float | Tensor, across: Across | None
+) -> ContrastStats:
+    """The positive stands n rows before or after its anchor; everything else but the anchor is a negative."""
+    n = len(anchors) // 2
+    window = supports.window
+    rest = window(None, -n - 1) | window(n - 1, -1) | window(-1, n - 1) | window(-n - 1, None)
+    bank = Bank(anchors, rest, across=across)
+    positive = positive_score(anchors, anchors[other], 1.0)
+    moments = similarity_moments([bank], anchors, positive, [positive_score(anchors, anchors, 1.0), positive])
+    assert sums.rank is not None
+    nll = sums.nll()
+    vectors = anchors, anchors[other]
+    return readout(sums.state, bank.state(anchors, scale), sums.rank, nll, positive, moments, scale, vectors)
 
 
 @overridable
@@ -111,7 +128,23 @@ def supcon_loss(
     level = torch.where(state.empty(), positive, state.log_partition())
     rows = torch.where(has, level - positive, torch.zeros_like(positive))
     loss = reduce_all(across, rows, reduction, has.sum().to(rows.dtype)).to(loss_dtype(embeddings))
-    return (loss, state.stats()) if return_stats else loss
+    if not return_stats:
+        return loss
+    bank = other_labels(keys, labels.long(), key_labels.long(), 0.0, across, 1)
+    return loss, _many_positives(state, rows, count, bank, x, scale)
+
+
+def _many_positives(
+    state: State, rows: Tensor, count: Tensor, bank: Bank, x: Tensor, scale: float | Tensor
+) -> LabelStats:
+    """An anchor is right if its best candidate is no negative."""
+    with torch.no_grad():
+        negatives = bank.state(x, scale)
+        right = (count > 0) & ((negatives.max_score() < state.max_score()) | negatives.empty())
+        confidence = 1.0 / torch.where(state.empty(), torch.ones_like(state.mass), state.mass)
+        norm = torch.linalg.vector_norm(x.to(rows.dtype), dim=-1)
+    push = negatives.count, width_of(negatives), per_row(scale, rows), norm
+    return LabelStats(*state.stats(), right, confidence, rows, count, *push)
 
 
 def _label_sums(
