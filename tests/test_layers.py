@@ -34,6 +34,7 @@ LAYERS = {
     "calibration": 5,
     "nn": 6,
     "distributed": 4,
+    "processes": 4,
     "hf": 6,
     "interception": 6,
     "adapters": 6,
@@ -52,10 +53,13 @@ BESIDE = {
     ("fused", "gibbs"),
     ("distributed", "gibbs"),
     ("distributed", "rows"),
+    ("distributed", "processes"),
+    ("processes", "gibbs"),
+    ("processes", "rows"),
 }
 # Faces read a distribution and never its engine, but the two types that their signatures name.
 FACES = ("losses", "contrastive", "attn", "theory", "metrics")
-PUBLIC_TYPES = {"Stats", "State", "Term", "Visibility"}
+PUBLIC_TYPES = {"Stats", "State", "Sums", "Term", "Visibility"}
 
 
 def files() -> list[Path]:
