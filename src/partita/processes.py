@@ -18,6 +18,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -29,7 +30,10 @@ from partita.gibbs import Gibbs
 from partita.rows import reduce_rows
 from partita.support import Support
 
-__all__ = ["ALONE", "Fact", "PerRow", "Processes", "View", "check_alone", "processes_of"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["ALONE", "Fact", "Pass", "PerRow", "Processes", "View", "check_alone", "processes_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +47,22 @@ class PerRow:
 Fact = bool | int | float | str | Sequence[int] | torch.dtype | Tensor | PerRow | None
 # For the block of a rank with so many keys: (where in the block, first position in the whole, which keys count).
 View = Callable[[int, int], Iterable[tuple[slice, int, "Support | Visibility | None"]]]
+
+
+class Pass(TypedDict, total=False):
+    """What is asked of one pass, and over what."""
+
+    bias: Tensor | None
+    support: Support | None  # of the rank's own block; every other block is seen whole
+    view: View | None  # of every block, instead of a support
+    kind: int  # whose sizes the keys have
+    softcap: float | None
+    grouped: bool
+    batch: Sequence[int]  # one more to broadcast to
+    value: Tensor | None
+    target: Tensor | None  # keys of the rank's own block
+    rank: bool
+    statistics: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,28 +134,19 @@ class Processes:
 
     # ---- passes over the keys of all ranks -------------------------------------------------------------------------
 
-    def sums(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scale: float | Tensor,
-        *,
-        bias: Tensor | None = None,
-        support: Support | None = None,  # of the rank's own block; every other block is seen whole
-        view: View | None = None,  # of every block, instead of a support
-        kind: int = 0,  # whose sizes the keys have
-        value: Tensor | None = None,
-        target: Tensor | None = None,  # keys of this rank's own block
-        rank: bool = False,
-        statistics: bool = True,
-        softcap: float | None = None,
-        grouped: bool = False,
-        batch: Sequence[int] = (),  # one more to broadcast to
-    ) -> Sums:
+    def sums(self, query: Tensor, key: Tensor, scale: float | Tensor, **asked: Unpack[Pass]) -> Sums:
         """The sums of these rows over the keys of all ranks; with a value its mean."""
-        seen = _own(support, view, key)
-        gibbs = Gibbs(query, key, scale=scale, bias=bias, support=seen, softcap=softcap, grouped=grouped)
-        return gibbs._pass(value, target, rank=rank, statistics=statistics, mean=value is not None)
+        gibbs = Gibbs(
+            query,
+            key,
+            scale=scale,
+            bias=asked.get("bias"),
+            support=_own(asked, key),
+            softcap=asked.get("softcap"),
+            grouped=asked.get("grouped", False),
+        )
+        value, rank, statistics = asked.get("value"), asked.get("rank", False), asked.get("statistics", True)
+        return gibbs._pass(value, asked.get("target"), rank=rank, statistics=statistics, mean=value is not None)
 
     def slices(self, gibbs: Gibbs, target: Tensor, here: Tensor, *, rank: bool, statistics: bool) -> Sums:
         """The sums of rows that every rank holds, where each holds a slice of the keys; states are merged.
@@ -152,16 +163,7 @@ class Processes:
         return rows, self.sums(key, query, scale, bias=bias, target=target, statistics=False)
 
     @torch.no_grad()
-    def count_above(
-        self,
-        query: Tensor,
-        key: Tensor,
-        level: Tensor,  # (n,)
-        *,
-        support: Support | None = None,
-        view: View | None = None,
-        kind: int = 0,
-    ) -> Tensor:
+    def count_above(self, query: Tensor, key: Tensor, level: Tensor, **asked: Unpack[Pass]) -> Tensor:  # (n,)
         """How many of the keys a row may see are more similar to it than its level, which need not be a key's.
 
         The level becomes the score of one more key, in one more dimension: the pass that ranks a target serves.
@@ -171,16 +173,17 @@ class Processes:
         longer[:n_key, :dim], longer[n_key, dim] = key, 1.0
         rows = torch.cat([query, level[:, None].to(query.dtype)], -1)
         target = torch.full((len(rows),), n_key, device=rows.device)
-        return Gibbs(rows, longer, support=_own(support, view, key)).target_rank(target)
+        return Gibbs(rows, longer, support=_own(asked, key)).target_rank(target)
 
 
 ALONE = Processes()
 
 
-def _own(support: Support | None, view: View | None, key: Tensor) -> Support | None:
-    """What a view says of the only block there is."""
+def _own(asked: Pass, key: Tensor) -> Support | None:
+    """What is said of the only block there is."""
+    view = asked.get("view")
     if view is None:
-        return support
+        return asked.get("support")
     ((_, _, seen),) = view(0, len(key))
     assert not isinstance(seen, Visibility)
     return seen

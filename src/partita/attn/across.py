@@ -149,6 +149,7 @@ class ShardedAttention:
             counted = seen if bias is None else seen.also(bias.detach() != -torch.inf)
             dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
             scale = self.scale(counted.visible().to(dtype), self.query.shape[-1], self.query)
+            replace(problem, scale=scale).gibbs()  # checked like a given scale
         assert not isinstance(scale, Policy)
         return scale
 

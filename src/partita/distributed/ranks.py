@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +18,12 @@ from partita.distributed._ring.layout import Layout
 from partita.distributed._ring.merge import merge_states
 from partita.engine import State, Sums
 from partita.gibbs import Gibbs
-from partita.processes import Fact, Processes, View
+from partita.processes import Fact, Pass, Processes
 from partita.rows import reduce_rows
 from partita.support import Support
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Ranks"]
 
@@ -73,7 +76,7 @@ class Ranks(Processes):
         return self.group.scaled_gradient(tensor, 1.0 / self.group.size)
 
     def added(self, tensor: Tensor) -> Tensor:
-        return self.group.all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format))
+        return self.group.added(tensor)
 
     def gather_rows(self, own: Tensor, kind: int = 0) -> list[Tensor]:
         return self.group.gather_rows(own, list(self.sizes[kind]))
@@ -89,46 +92,30 @@ class Ranks(Processes):
         count = None if total is None else self.added(total)
         return reduce_rows(self.total(rows.sum()), reduction, count)
 
-    def _ring(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scale: float | Tensor,
-        support: Support | None = None,
-        view: View | None = None,
-        kind: int = 0,
-        **options: Any,
-    ) -> Ring:
+    def _ring(self, query: Tensor, key: Tensor, scale: float | Tensor, asked: Pass) -> Ring:
         """The distribution of these rows over the keys of all ranks."""
-        own = self.group.rank
+        own, support, view = self.group.rank, asked.get("support"), asked.get("view")
 
         def apart(source: int, n: int) -> list[tuple[slice, int, Support | None]]:
             return [(slice(0, n), 0, support if source == own else None)]
 
-        seen = apart if view is None and support is not None else view
-        return Ring(query, key, group=self.group, sizes=self.sizes[kind], scale=scale, view=seen, **options)
+        return Ring(
+            query,
+            key,
+            group=self.group,
+            sizes=self.sizes[asked.get("kind", 0)],
+            scale=scale,
+            bias=asked.get("bias"),
+            view=apart if view is None and support is not None else view,
+            softcap=asked.get("softcap"),
+            grouped=asked.get("grouped", False),
+            batch=asked.get("batch", ()),
+        )
 
-    def sums(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scale: float | Tensor,
-        *,
-        bias: Tensor | None = None,
-        support: Support | None = None,
-        view: View | None = None,
-        kind: int = 0,
-        value: Tensor | None = None,
-        target: Tensor | None = None,
-        rank: bool = False,
-        statistics: bool = True,
-        softcap: float | None = None,
-        grouped: bool = False,
-        batch: Sequence[int] = (),
-    ) -> Sums:
-        options = {"bias": bias, "softcap": softcap, "grouped": grouped, "batch": batch}
-        ring = self._ring(query, key, scale, support, view, kind, **options)
-        return ring.sums(value, target, rank=rank, statistics=statistics)
+    def sums(self, query: Tensor, key: Tensor, scale: float | Tensor, **asked: Unpack[Pass]) -> Sums:
+        rank, statistics = asked.get("rank", False), asked.get("statistics", True)
+        ring = self._ring(query, key, scale, asked)
+        return ring.sums(asked.get("value"), asked.get("target"), rank=rank, statistics=statistics)
 
     def slices(self, gibbs: Gibbs, target: Tensor, here: Tensor, *, rank: bool, statistics: bool) -> Sums:
         if gibbs.key.shape[-2] == 0:
@@ -149,20 +136,10 @@ class Ranks(Processes):
     def both_ways(
         self, query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None, target: Tensor
     ) -> tuple[Sums, Sums]:
-        return self._ring(query, key, scale, bias=bias).both_ways(target)
+        return self._ring(query, key, scale, {"bias": bias}).both_ways(target)
 
     @torch.no_grad()
-    def count_above(
-        self,
-        query: Tensor,
-        key: Tensor,
-        level: Tensor,
-        *,
-        support: Support | None = None,
-        view: View | None = None,
-        kind: int = 0,
-    ) -> Tensor:
-        ring = self._ring(query, key, 1.0, support, view, kind)
-        rank = ring.sums(level=level, statistics=False).rank
+    def count_above(self, query: Tensor, key: Tensor, level: Tensor, **asked: Unpack[Pass]) -> Tensor:
+        rank = self._ring(query, key, 1.0, asked).sums(level=level, statistics=False).rank
         assert rank is not None
         return rank

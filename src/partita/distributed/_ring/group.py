@@ -11,6 +11,7 @@ each already has the whole derivative, and adding those up would count it `world
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,19 +55,23 @@ class Group:
 
     def total(self, tensor: Tensor) -> Tensor:
         """Sum over ranks of what they then use alike."""
-        return _apply(_Sum, tensor, self, False)
+        return _through(tensor, self.added, _same)
 
     def pooled(self, tensor: Tensor) -> Tensor:
         """Sum over ranks of what each then uses in its own way."""
-        return _apply(_Sum, tensor, self, True)
+        return _through(tensor, self.added, self.added)
 
     def replicated(self, tensor: Tensor) -> Tensor:
         """A tensor that is the same on every rank, whose gradient is summed over ranks."""
-        return _apply(_Replicated, tensor, self)
+        return _through(tensor, _same, self.added)
 
     def scaled_gradient(self, tensor: Tensor, factor: float) -> Tensor:
         """The tensor as it is; its gradient times a number."""
-        return _apply(_ScaledGradient, tensor, factor)
+        return _through(tensor, _same, lambda grad: grad * factor)
+
+    def added(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, without a gradient."""
+        return self.all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format))
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """The reduction over ranks, in place, without a gradient."""
@@ -122,41 +127,25 @@ def group_of(group: object) -> Group:
     return Group(given, rank, dist.get_world_size(given), zigzag)
 
 
-def _apply(function: Any, *arguments: Any) -> Tensor:
-    out: Tensor = function.apply(*arguments)
-    return out
+class _Through(torch.autograd.Function):
+    """One function of the tensor, another of its gradient."""
 
-
-class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, again: bool) -> Tensor:
-        ctx.group, ctx.again = group, again
-        return group.all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format))
+    def forward(
+        ctx: Any, tensor: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return forth(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.again:
-            grad = ctx.group.all_reduce(grad.clone(memory_format=torch.contiguous_format))
-        return grad, None, None
+        return ctx.back(grad), None, None
 
 
-class _Replicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
+def _through(tensor: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    out: Tensor = _Through.apply(tensor, forth, back)  # type: ignore[no-untyped-call]
+    return out
 
 
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
