@@ -11,10 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from partita import support
 from partita.engine import registry
-from partita.engine.backends.native import reduce as native
-from partita.engine.backends.native import statistics_of
+from partita.engine.backends import native
 from partita.engine.run import nobody_differentiates, nobody_looks
 from partita.engine.state import Stats, autocasts
 
@@ -36,27 +34,13 @@ def attend(
     tensors = (query, key, value)
     if not (nobody_looks(tensors) and _usual(query, key, value) and nobody_differentiates(tensors)):
         return None
-    if registry.current() not in ("auto", "native") or native.why_not() is not None or autocasts("cpu"):
+    if registry.current() not in ("auto", "native") or autocasts("cpu"):
         return None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     groups = query.shape[-3] // key.shape[-3]
     if not math.isfinite(scale) or (groups > 1 and not grouped):
         return None
-    if groups > 1:  # one more batch dimension, in which keys and values are shared
-        query = query.unflatten(-3, (-1, groups))
-        key, value = key.unsqueeze(-3), value.unsqueeze(-3)
-    batch, n_query, n_key = query.shape[:-2], query.shape[-2], key.shape[-2]
-    terms = support.causal().bind(n_query, n_key, tuple(batch), query.device) if causal else ()
-    sharp = torch.full((1,) * (len(batch) + 1), scale, dtype=query.dtype)
-    given = (query, key, value, sharp, None, None, terms, None)
-    found = native.reduce(*given, moments=statistics, rank=False, mean=True, as_query=True, last=True)
-    if found is None or found.moment is None:
-        return None
-    mean, stats = found.moment, statistics_of(found)
-    if groups > 1:
-        mean = mean.flatten(-4, -3)
-        stats = None if stats is None else Stats(*(t.flatten(-3, -2) for t in stats))
-    return mean, stats
+    return native.attention(query, key, value, scale, causal, statistics)
 
 
 def _usual(query: Tensor, key: Tensor, value: Tensor) -> bool:

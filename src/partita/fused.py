@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from partita import engine
-from partita.engine.backends.native import losses as native_losses
-from partita.engine.backends.native import reduce as native
+from partita.engine.backends import native
+from partita.engine.backends.native import library
+from partita.engine.backends.native.reduce import ColumnSums
 from partita.gibbs import Gibbs, surprise
 
 __all__ = ["diagonal_nll", "total_nll"]
@@ -26,7 +27,7 @@ def _native(*tensors: Tensor | None) -> bool:
     given = [t for t in tensors if t is not None]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if engine.current() not in ("auto", "native") or native.load() is None:
+    if engine.current() not in ("auto", "native") or library.load() is None:
         return False
     fits = all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) for t in given)
     return fits and torch.is_grad_enabled() and any(t.requires_grad for t in given)
@@ -62,16 +63,14 @@ class _Total(torch.autograd.Function):
         need = ctx.needs_input_grad
         index = target.long().contiguous()
         row_bias = None if bias is None else bias.contiguous()
-        found = native_losses.linear_cross_entropy(
-            query, key, row_bias, index, scale, weight.contiguous(), None, None,
-            needs=(need[0], need[1], need[2], need[3]),
-        )  # fmt: skip
+        needs = (need[0], need[1], need[2], need[3])
+        found = native.weighted_nll(query, key, row_bias, scale, index, weight.contiguous(), needs)
         if found is None:  # something is not finite: the careful backend decides what
             ctx.ahead = None
             return _total(query, key, bias, scale, target, weight)
         sums, grads = found
         by_row = None if grads.scale is None else grads.scale.sum_to_size(scale.shape)
-        ctx.ahead = (grads.input, grads.weight, grads.bias, by_row)
+        ctx.ahead = (grads.query, grads.key, grads.bias, by_row)
         return (weight * (sums.mass.log() + (sums.peak - sums.target_score))).sum()
 
     @staticmethod
@@ -122,7 +121,7 @@ class _Diagonal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         own = torch.arange(query.shape[0])
-        found = native_losses.reduce_both(query, key, scale, own)
+        found = native.both_ways(query, key, scale, own)
         ctx.save_for_backward(query, key, scale)
         if found is None:
             ctx.peaks = None
@@ -131,7 +130,6 @@ class _Diagonal(torch.autograd.Function):
         ctx.peaks = (rows.peak, rows.mass, columns.peak, columns.mass)
         score = rows.target_score
         assert score is not None
-        assert columns.mass is not None
         return (
             rows.mass.log() + (rows.peak.to(score.dtype) - score),
             columns.mass.log() + (columns.peak.to(score.dtype) - score),
@@ -145,10 +143,10 @@ class _Diagonal(torch.autograd.Function):
             peak, mass, column_peak, column_mass = ctx.peaks
             down, across = g
             own = torch.arange(query.shape[0])
-            upstream = native.ColumnSums(column_peak, across / column_mass, None, None)
-            rows = (down / mass, None, None, -(down + across))
+            upstream = ColumnSums(column_peak, across / column_mass)
+            rows = (down / mass, -(down + across))
             needs = tuple(ctx.needs_input_grad)
-            found = native_losses.reduce_both_backward(query, key, scale, own, peak, rows, upstream, needs)
+            found = native.both_ways_backward(query, key, scale, own, peak, rows, upstream, needs)
         if found is None:
             return tuple(_again(_diagonal, ctx.saved_tensors, 3, *g))
         return found.query, found.key, found.scale

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partita
+from partita.engine.backends.native import library
 from partita.engine.backends.native import losses as native_losses
 from partita.engine.backends.native import reduce as native
 from partita.engine.terms import Term
@@ -20,7 +21,7 @@ from tests.tolerances import assert_exact, assert_no_worse_than_naive
 from . import dense
 from .dense import Case
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=f"no native library: {native.why_not()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native library: {library.why_not()}")
 
 
 def simple(*shape: int, n_key: int | None = None, dtype: torch.dtype = torch.float32) -> Case:
@@ -250,7 +251,7 @@ def test_logits_of_a_chunk_are_the_product(shape: tuple[int, int, int], dtype: t
     x, wide = torch.randn(n, dim, dtype=dtype), torch.randn(classes, dim + 3, dtype=dtype)
     for weight in (wide[:, :dim], wide[:, :dim].contiguous(), wide.t().contiguous().t()[:, :dim]):
         logits = torch.full((n, classes), torch.nan, dtype=dtype)
-        native_losses._score(x, weight, logits)
+        native_losses.logits_of(x, weight, logits)
         truth = x.double() @ weight.double().T
         if dtype == torch.float64:
             assert_exact(logits, truth)
@@ -260,9 +261,9 @@ def test_logits_of_a_chunk_are_the_product(shape: tuple[int, int, int], dtype: t
 
 def test_logits_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="logits must be contiguous"):
-        native_losses._score(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 2).t())
-    with pytest.raises(ValueError, match="weight must be"):
-        native_losses._score(torch.ones(2, 3), torch.ones(5, 3), torch.ones(2, 4))
+        native_losses.logits_of(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 2).t())
+    with pytest.raises(ValueError, match="key must be"):
+        native_losses.logits_of(torch.ones(2, 3), torch.ones(5, 3), torch.ones(2, 4))
 
 
 def test_sums_about_a_centre_come_back_to_the_peak() -> None:

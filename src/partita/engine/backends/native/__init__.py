@@ -14,14 +14,16 @@ from torch import Tensor
 
 from partita._checks import broadcast
 from partita.engine import tiled
-from partita.engine.backends.native import reduce as native
+from partita.engine.backends.native import library, reduce
+from partita.engine.backends.native.losses import both_ways, both_ways_backward, weighted_nll
+from partita.engine.backends.native.plain_attention import attention
 from partita.engine.request import Request
 from partita.engine.state import State, Stats
 from partita.engine.terms import Term, window_mask
 from partita.engine.tile import Upstream
 from partita.engine.tiled import Sums
 
-__all__ = ["backward", "forward", "statistics_of", "why_not"]
+__all__ = ["attention", "backward", "both_ways", "both_ways_backward", "forward", "weighted_nll", "why_not"]
 
 _LARGEST_MASK = 1 << 25  # bytes; a union of supports up to this size is written out
 _OPERANDS = ("query", "key", "value", "scale", "bias")
@@ -35,7 +37,7 @@ def why_not(request: Request) -> str | None:
         return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
     if request.cap_bias and request.softcap is not None and request.bias is not None:
         return "it adds a bias after the softcap, not before"
-    return native.why_not()
+    return library.why_not()
 
 
 def _union_bytes(request: Request) -> int:
@@ -73,7 +75,7 @@ def _small(ids: Tensor) -> bool:
 
 
 def forward(request: Request) -> Sums:
-    found = native.reduce(
+    found = reduce.reduce(
         request.query,
         request.key,
         request.value,
@@ -93,11 +95,11 @@ def forward(request: Request) -> Sums:
     first = found.mass if found.first is None else found.first
     spread = found.mass if found.spread is None else found.spread
     moment = None if request.mean else found.moment
-    state = State(found.peak, found.mass, first, spread, found[5], moment, statistics_of(found))
+    state = State(found.peak, found.mass, first, spread, found[5], moment, _stats_of(found))
     return Sums(state, found.target_score, found.rank, found.moment if request.mean else None)
 
 
-def statistics_of(found: native.Sums) -> Stats | None:
+def _stats_of(found: reduce.Sums) -> Stats | None:
     if found.stats is None:
         return None
     log_partition, entropy, mean, variance, top = found.stats.unbind()
@@ -106,7 +108,7 @@ def statistics_of(found: native.Sums) -> Stats | None:
 
 def backward(request: Request, peak: Tensor, g: Upstream, needs: tuple[bool, ...]) -> dict[str, Tensor]:
     query, key, value, scale, bias = needs
-    found = native.reduce_backward(
+    found = reduce.reduce_backward(
         request.query,
         request.key,
         request.value,
