@@ -35,7 +35,7 @@ EQUATIONS = {
 @pytest.mark.parametrize("dim", [1, 7, 64])
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_a_policy_is_its_equation(name, dim):
-    """M-SCL-1 to 5, 7, 14, 16."""
+    """M-SCL-1, M-SCL-2, M-SCL-3, M-SCL-4, M-SCL-7, M-SCL-14, M-SCL-16."""
     policy, equation, options = EQUATIONS[name]
     assert_exact(policy(N, dim), equation(N, dim, **options))
 

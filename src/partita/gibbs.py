@@ -12,11 +12,12 @@ from torch import Tensor
 from partita._checks import broadcast, check_whole
 from partita.engine import State, Stats
 from partita.engine import explain as explain_request
-from partita.engine import terms as _terms
 from partita.engine.execute import attention as plain_attention
 from partita.engine.execute import both_ways, execute, score_tiles, scores, weighted_nll
 from partita.engine.request import Request, build, extend
 from partita.engine.sums import Sums
+from partita.engine.terms import Term
+from partita.engine.terms import visible as visible_keys
 from partita.errors import DtypeError, ValueRangeError
 from partita.precision import output_dtype
 from partita.scale import Policy, TargetEntropy
@@ -104,9 +105,9 @@ class Gibbs:
         request = self._build(1.0)
         terms = request.terms
         if request.bias is not None:
-            shown = _terms.Term(mask=request.bias != -torch.inf)
+            shown = Term(mask=request.bias != -torch.inf)
             terms = tuple(term & shown for term in terms) if terms else (shown,)
-        count = _terms.visible(terms, request.n_query, request.n_key, request.batch, self.query.device)
+        count = visible_keys(terms, request.n_query, request.n_key, request.batch, self.query.device)
         return request.ungroup(count).to(request.dtype)
 
     # ---- the pass --------------------------------------------------------------------------------------------------

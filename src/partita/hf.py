@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,12 +25,14 @@ from partita import support as supports
 from partita.attn import attention
 from partita.engine import Stats
 from partita.errors import ValueRangeError
+from partita.interception import Patch
 from partita.scale import Policy, TargetEntropy
 
 __all__ = ["register", "set_scale"]
 
 LayerScale = Policy | Mapping[int, Policy] | Callable[[nn.Module], Policy | None]
 _FIELD = "partita_scale"  # of a model's config, so that save_pretrained keeps it
+_NAMES: set[str] = set()  # names under which transformers knows partita's attention
 _TAKEN = ("sdpa", "flex_attention", "flash", "eager", "paged")  # transformers looks for these inside names
 
 
@@ -40,7 +43,7 @@ def register(name: str = "partita", scale: LayerScale | None = None) -> str:
     the attention module that gives a policy or None. `set_scale` changes one model afterwards.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise ImportError("partita.hf needs transformers 5 or later: pip install transformers") from error
@@ -56,13 +59,30 @@ def register(name: str = "partita", scale: LayerScale | None = None) -> str:
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, sdpa_mask)
+    if not _NAMES:
+        Patch(PreTrainedModel, "post_init").add(_warn_of_lost_scale, everywhere=True, traced=True)
+    _NAMES.add(name)
     return name
+
+
+def _warn_of_lost_scale(post_init: Callable[..., None], model: Any) -> None:
+    """A model made from a config that holds a policy, with an attention that does not know of it."""
+    post_init(model)
+    own = getattr(model.config, "_attn_implementation", None)
+    if getattr(model.config, _FIELD, None) is not None and own not in _NAMES:
+        warnings.warn(
+            f"the config of this {type(model).__name__} holds a scale policy of partita, and its attention is {own!r}, "
+            f"which ignores it. Load it with from_pretrained(..., attn_implementation='partita'), call "
+            f"model.set_attn_implementation('partita'), or drop the policy with partita.hf.set_scale(model, None).",
+            stacklevel=3,
+        )
 
 
 def set_scale(model: nn.Module, scale: Policy | Mapping[int, Policy] | None) -> None:
     """Give one model a scale policy, for all layers or per layer index; None gives it its own scale back.
 
-    It is kept in the model's config as plain numbers, so `save_pretrained` and `from_pretrained` carry it along.
+    It is kept in the model's config as plain numbers, so `save_pretrained` and `from_pretrained` carry it along. The
+    model's attention must be partita's: any other ignores the policy, so that one is refused.
     """
     _check_scale(scale)
     if isinstance(scale, Mapping):
@@ -72,6 +92,12 @@ def set_scale(model: nn.Module, scale: Policy | Mapping[int, Policy] | None) -> 
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     if not configs:
         raise ValueRangeError("set_scale needs a transformers model; this one has no config.")
+    others = {getattr(config, "_attn_implementation", None) for config in configs.values()} - _NAMES
+    if scale is not None and len(others) == len(configs):
+        raise ValueRangeError(
+            f"the attention of this model is {', '.join(sorted(map(repr, others)))}, which ignores a scale policy. "
+            f"First call partita.hf.register() and model.set_attn_implementation('partita')."
+        )
     for config in configs.values():
         setattr(config, _FIELD, plain)
 

@@ -1,26 +1,133 @@
-"""Foreign code on partita: inside `with replace_sdpa():` torch's attention is partita's."""
+"""Foreign code on partita: inside `with replace_sdpa():` torch's attention is partita's.
+
+`Patch` is how anything of torch is exchanged here, and in `partita.monitor`: counted, owned, and gone when the last
+owner leaves, in whatever order and from whatever thread.
+"""
 
 from __future__ import annotations
 
-from contextlib import ContextDecorator
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, contextmanager
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from partita.attn import attention
 from partita.scale import Policy
 
-__all__ = ["replace_sdpa"]
+__all__ = ["Patch", "Wrapper", "replace_sdpa"]
+
+
+class Wrapper:
+    """One owner's function around a patched one: function(inner, *args, **kwargs).
+
+    everywhere: for every thread, not only the one that made it. traced: also for code that torch.compile traces.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, everywhere: bool, traced: bool) -> None:
+        self.function, self.everywhere, self.traced = function, everywhere, traced
+        self.thread = threading.get_ident()
+
+
+class _Installed:
+    """What stands in the patched place from the first owner to the last; afterwards it only passes on."""
+
+    def __init__(self, found: Callable[..., Any]) -> None:
+        self.found = found
+        self.wrappers: tuple[Wrapper, ...] = ()  # oldest first; replaced as a whole, so that a call sees one state
+
+        @functools.wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # no threads in a graph
+                traced = [w.function for w in self.wrappers if w.traced]
+                return traced[-1](found, *args, **kwargs) if traced else found(*args, **kwargs)
+            return self.chain()(*args, **kwargs)
+
+        self.call = call
+
+    def chain(self) -> Callable[..., Any]:
+        here = threading.get_ident()
+        mine = [w for w in self.wrappers if w.thread == here]
+        chain = self.found
+        for wrapper in (*(w for w in self.wrappers if w.everywhere and w.thread != here), *mine):
+            chain = functools.partial(wrapper.function, chain)
+        return chain
+
+
+class Patch:
+    """An attribute of a module or class that several owners may wrap at a time.
+
+    The newest wrapper is called first, those of the calling thread before those of others, and the function that was
+    found last. A wrapper is for its own thread, or for every one. When the last is removed the attribute is what it
+    was; should somebody else have replaced it meanwhile, theirs stays and calls us, and we only pass on.
+
+    >>> import types
+    >>> place = types.SimpleNamespace(double=lambda x: 2 * x)
+    >>> patch = Patch(place, "double")
+    >>> one = patch.add(lambda inner, x: inner(x) + 1)
+    >>> two = patch.add(lambda inner, x: -inner(x))
+    >>> place.double(3)
+    -7
+    >>> patch.remove(one); place.double(3)
+    -6
+    >>> patch.remove(two); place.double(3)
+    6
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self._lock = threading.RLock()
+        self._installed: _Installed | None = None
+
+    def add(self, function: Callable[..., Any], *, everywhere: bool = False, traced: bool = False) -> Wrapper:
+        wrapper = Wrapper(function, everywhere=everywhere, traced=traced)
+        with self._lock:
+            if self._installed is None:
+                self._installed = _Installed(getattr(self.owner, self.name))
+                setattr(self.owner, self.name, self._installed.call)
+            self._installed.wrappers += (wrapper,)
+        return wrapper
+
+    def remove(self, wrapper: Wrapper) -> None:
+        with self._lock:
+            now = self._installed
+            if now is None:
+                return
+            now.wrappers = tuple(w for w in now.wrappers if w is not wrapper)
+            if not now.wrappers:
+                self._installed = None
+                if getattr(self.owner, self.name) is now.call:
+                    setattr(self.owner, self.name, now.found)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """For a moment the attribute is what was found."""
+        with self._lock:
+            now = self._installed
+            if now is None or getattr(self.owner, self.name) is not now.call:
+                yield
+                return
+            setattr(self.owner, self.name, now.found)
+            try:
+                yield
+            finally:
+                setattr(self.owner, self.name, now.call)
+
+
+SDPA = Patch(F, "scaled_dot_product_attention")
 
 
 class replace_sdpa(ContextDecorator):
     """A context manager (or decorator) in which F.scaled_dot_product_attention is `partita.attention`.
 
-    The name in torch.nn.functional is exchanged, for all threads, and put back on leaving, also by an exception. Code
-    that took the function out of the module before (from ... import scaled_dot_product_attention) keeps torch's.
+    The name in torch.nn.functional is exchanged, for all threads (the newest block of the calling thread counts, else
+    the newest of any), and put back when the last block is left, also by an exception. Code that took the function out
+    of the module before (from ... import scaled_dot_product_attention) keeps torch's.
 
-    >>> import torch
     >>> x = torch.randn(1, 2, 5, 4)
     >>> with replace_sdpa() as block:
     ...     out = F.scaled_dot_product_attention(x, x, x)
@@ -33,19 +140,21 @@ class replace_sdpa(ContextDecorator):
     def __init__(self, *, scale: Policy | None = None):
         self.scale = scale
         self.calls = 0  # how many were served
-        self._before: list[Any] = []
+        self._wrappers: list[Wrapper] = []
 
     def __enter__(self) -> replace_sdpa:
-        self._before.append(F.scaled_dot_product_attention)
-        F.scaled_dot_product_attention = self._serve
+        self._wrappers.append(SDPA.add(self._serve, everywhere=True, traced=True))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        F.scaled_dot_product_attention = self._before.pop()
+        here = threading.get_ident()
+        mine = [w for w in self._wrappers if w.thread == here] or self._wrappers  # one object in several threads
+        self._wrappers.remove(mine[-1])
+        SDPA.remove(mine[-1])
 
-    def _serve(self, *args: Any, **kwargs: Any) -> Any:
+    def _serve(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         if self.scale is not None:
             kwargs["scale"] = self.scale

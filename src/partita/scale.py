@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from partita._checks import check_pair, check_positive
-from partita.engine import terms as _terms
+from partita.engine.terms import window_mask
 from partita.errors import ShapeError, ValueRangeError
 from partita.support import Support, check_support
 
@@ -296,7 +296,7 @@ def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) ->
     for first in range(0, n_query, step):
         part = slice(first, min(first + step, n_query))
         score = query[..., part, :].double() @ key.double().mT
-        seen = _terms.window_mask(terms, part, slice(0, n_key), query.device) if terms else None
+        seen = window_mask(terms, part, slice(0, n_key), query.device) if terms else None
         seen = torch.ones_like(score) if seen is None else seen.expand_as(score).double()
         n = seen.sum(-1)
         score = torch.where(seen > 0, score, torch.zeros_like(score))

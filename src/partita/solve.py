@@ -15,9 +15,9 @@ from torch import Tensor
 
 from partita import _checks
 from partita.engine import State
-from partita.engine import terms as _terms
 from partita.engine.execute import execute
 from partita.engine.request import build
+from partita.engine.terms import visible as visible_keys
 from partita.errors import ShapeError, ValueRangeError
 from partita.precision import product
 from partita.support import Support, check_support, mask
@@ -56,7 +56,7 @@ def solve_scale(
     if bias is not None:
         support = as_mask(bias, support)
     rows = build(query, key, support=support, grouped=grouped)
-    count = _terms.visible(rows.terms, rows.n_query, rows.n_key, rows.batch, query.device)
+    count = visible_keys(rows.terms, rows.n_query, rows.n_key, rows.batch, query.device)
     n = rows.ungroup(count).to(rows.dtype)
     target = _target(entropy, width, n)
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from partita._checks import check_bool, check_index_dtype, check_positions, check_whole, has_values, shape_text
-from partita.engine import terms as _terms
-from partita.engine.terms import Term
+from partita.engine.terms import Term, window_mask
+from partita.engine.terms import visible as visible_keys
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 
 __all__ = ["Support", "all", "causal", "lengths", "mask", "not_self", "segments", "window"]
@@ -62,7 +62,7 @@ class Support:
         tensor([1, 2, 3])
         """
         where = _device(device)
-        return _terms.visible(self.bind(n_query, n_key, batch, where), n_query, n_key, batch, where)
+        return visible_keys(self.bind(n_query, n_key, batch, where), n_query, n_key, batch, where)
 
     def dense(
         self, n_query: int, n_key: int, batch: Sequence[int] = (), device: torch.device | str | None = None
@@ -76,7 +76,7 @@ class Support:
         """
         where = _device(device)
         terms = self.bind(n_query, n_key, batch, where)
-        out = _terms.window_mask(terms, slice(0, n_query), slice(0, n_key), where)
+        out = window_mask(terms, slice(0, n_query), slice(0, n_key), where)
         if out is None:
             out = torch.ones((), dtype=torch.bool, device=where)
         return out.expand(*batch, n_query, n_key)

@@ -22,7 +22,7 @@ def test_long_input_needs_no_map() -> None:
     code = """
 import resource, torch, torch.nn as nn, torch.nn.functional as F
 import partita
-from partita.monitor import COLUMNS, fused, watch
+from partita.monitor import watch
 torch.set_num_threads(1)
 class M(nn.Module):
     def forward(self, q): return F.scaled_dot_product_attention(q, q, q, is_causal=True)

@@ -145,12 +145,12 @@ def test_a_sink_that_fails_does_not_stop_the_run(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_probe_that_fails_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from partita.monitor import probes
+    from partita.monitor import measure
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(probes, "measure", broken)
+    monkeypatch.setattr(measure, "measure", broken)
     w = run(2)
     assert "no such luck" in str(w.coverage)
 

@@ -116,14 +116,14 @@ def test_largest_weight_of_bounded_logits():
 def test_budget_is_what_a_row_has_used_and_can_still_lose():
     """M-INF-1, M-ENT-2: on a causal law, against divergences of dense rows and the lowest corner of the cube."""
     u = torch.nn.functional.normalize(randn(9, 6), dim=-1)
-    p = Gibbs(u, u, scale=2.0, support=causal())
-    b = info.information_budget(p, width=4.0)
+    p = Gibbs(u, u, support=causal())
+    b = info.information_budget(p, width=2.0)
     unbounded = info.information_budget(p)
     for i in range(9):
         n = i + 1
-        row = torch.softmax(2 * u[: i + 1] @ u[i], -1)
+        row = torch.softmax(u[: i + 1] @ u[i], -1)
         h = torch.special.entr(row).sum()
-        corners = 4.0 * torch.tensor(list(product((0.0, 1.0), repeat=n)), dtype=F64)
+        corners = 2.0 * torch.tensor(list(product((0.0, 1.0), repeat=n)), dtype=F64)
         lowest = torch.special.entr(torch.softmax(corners, -1)).sum(-1).min()
         assert b.entropy[i].item() == pytest.approx(h.item(), abs=1e-12)
         assert b.ceiling[i].item() == pytest.approx(log(n), abs=1e-12)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import logsigmoid, normalize
 
 from partita import support
 from partita._checks import check_positive
-from partita.contrastive import joint_loss
+from partita._overrides import overridable
+from partita.contrastive import ContrastStats, joint_loss
 from partita.contrastive.candidates import Bank, positive_score
-from partita.engine import State
+from partita.contrastive.readout import above, readout, similarity_moments
+from partita.engine import State, Stats
 from partita.errors import ShapeError, ValueRangeError
 
-__all__ = ["MultipleNegativesRankingLoss"]
+__all__ = ["MultipleNegativesRankingLoss", "ranking_loss"]
 
 _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 
@@ -68,28 +70,15 @@ class MultipleNegativesRankingLoss(nn.Module):
         if len(embeddings) < 2:
             raise ShapeError(f"the loss needs an anchor and a positive column; got {len(embeddings)} column(s).")
         unit = [normalize(x, dim=-1) for x in embeddings] if self.similarity == "cos" else embeddings
-        states = self._states(unit[0], unit[1:])
-        score = positive_score(unit[0], unit[1], self.scale)
-        self.last_stats = type(states[0].stats())(*(x.detach() for x in states[0].stats()))
-        if self.partition_mode == "joint":
-            return joint_loss(score, *states).to(embeddings[0].dtype)
-        each = torch.stack([joint_loss(score, state) for state in states])
-        return each.mean().to(embeddings[0].dtype)
 
-    def _states(self, query: Tensor, docs: list[Tensor]) -> list[State]:
-        positive = docs[0]
-        found = {"query_to_doc": Bank(torch.cat(docs)).state(query, self.scale)}
-        if "query_to_query" in self.directions:
-            found["query_to_query"] = Bank(query, support.not_self()).state(query, self.scale)
-        if "doc_to_query" in self.directions:
-            found["doc_to_query"] = Bank(query).state(positive, self.scale)
-        if "doc_to_doc" in self.directions:
-            # documents of one's own query are no negatives: one hole in each column
-            state = Bank(docs[0], support.not_self()).state(positive, self.scale)
-            for column in docs[1:]:
-                state = state.merge(Bank(column, support.not_self()).state(positive, self.scale))
-            found["doc_to_doc"] = state
-        return [found[name] for name in self.directions]
+        def remember(stats: Stats) -> None:
+            self.last_stats = type(stats)(*(x.detach() for x in stats))
+
+        loss = ranking_loss(
+            unit[0], unit[1:], self.scale, self.directions, joint=self.partition_mode == "joint", remember=remember
+        )
+        assert isinstance(loss, Tensor)
+        return loss.to(embeddings[0].dtype)
 
     def get_config_dict(self) -> dict[str, Any]:
         return {
@@ -102,3 +91,58 @@ class MultipleNegativesRankingLoss(nn.Module):
     @property
     def temperature(self) -> float:
         return 1.0 / self.scale
+
+
+@overridable
+def ranking_loss(
+    query: Tensor,  # (n, dim)
+    docs: Sequence[Tensor],  # (n, dim) each: the positives, then columns of negatives
+    scale: float,
+    directions: Sequence[str] = ("query_to_doc",),
+    *,
+    joint: bool = True,
+    remember: Callable[[Stats], None] | None = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Stats]:
+    """What the module above computes, of vectors as they are.
+
+    remember: called with the `Stats` of the first direction, which the loss knows anyway.
+    return_stats: also a `ContrastStats` of the queries among all documents, which takes passes of its own.
+    """
+    states = _states(query, list(docs), scale, directions)
+    score = positive_score(query, docs[0], scale)
+    if remember is not None:
+        remember(states[0].stats())
+    each = [joint_loss(score, *states)] if joint else [joint_loss(score, state) for state in states]
+    loss = torch.stack(each).mean()
+    return (loss, _read(states[0], query, docs, score, scale)) if return_stats else loss
+
+
+def _states(query: Tensor, docs: list[Tensor], scale: float, directions: Sequence[str]) -> list[State]:
+    positive = docs[0]
+    found = {"query_to_doc": Bank(torch.cat(docs)).state(query, scale)}
+    if "query_to_query" in directions:
+        found["query_to_query"] = Bank(query, support.not_self()).state(query, scale)
+    if "doc_to_query" in directions:
+        found["doc_to_query"] = Bank(query).state(positive, scale)
+    if "doc_to_doc" in directions:
+        # documents of one's own query are no negatives: one hole in each column
+        state = Bank(docs[0], support.not_self()).state(positive, scale)
+        for column in docs[1:]:
+            state = state.merge(Bank(column, support.not_self()).state(positive, scale))
+        found["doc_to_doc"] = state
+    return [found["query_to_doc"], *(found[name] for name in directions if name != "query_to_doc")]
+
+
+@torch.no_grad()
+def _read(whole: State, query: Tensor, docs: Sequence[Tensor], score: Tensor, scale: float) -> ContrastStats:
+    """The queries among all documents: those of others, and every column of negatives."""
+    banks = [Bank(docs[0], support.not_self()), *(Bank(column) for column in docs[1:])]
+    negatives = banks[0].state(query, scale)
+    for bank in banks[1:]:
+        negatives = negatives.merge(bank.state(query, scale))
+    positive = positive_score(query, docs[0], 1.0)
+    rank = torch.stack([above(bank, query, positive) for bank in banks]).sum(0)
+    moments = similarity_moments(banks, query, positive, [positive])
+    nll = -logsigmoid(score - negatives.log_partition())
+    return readout(whole, negatives, rank, nll, positive, moments, scale, (query, docs[0]))

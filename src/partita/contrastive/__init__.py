@@ -16,7 +16,7 @@ from partita.contrastive.exclude import AbovePositive, Exclusion, Guide, OtherLa
 from partita.contrastive.infonce import info_nce_loss
 from partita.contrastive.joint import joint_loss
 from partita.contrastive.queue import Queue
-from partita.contrastive.readout import ContrastStats
+from partita.contrastive.readout import ContrastStats, LabelStats
 from partita.contrastive.sphere import alignment, uniformity
 from partita.contrastive.views import nt_xent_loss, supcon_loss
 
@@ -25,6 +25,7 @@ __all__ = [
     "ContrastStats",
     "Exclusion",
     "Guide",
+    "LabelStats",
     "OtherLabel",
     "Queue",
     "alignment",

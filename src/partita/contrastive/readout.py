@@ -6,17 +6,17 @@ hardest_share       = largest share of one negative in the push, P_m / (1 - P_+)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from partita.contrastive.candidates import Bank
-from partita.engine import State
-from partita.gibbs import Gibbs
+from partita.engine import State, Stats
 from partita.rows import LossStats
 
-__all__ = ["ContrastStats", "above", "readout", "similarity_moments"]
+__all__ = ["ContrastStats", "LabelStats", "above", "per_row", "readout", "similarity_moments", "width_of"]
 
 
 class _ContrastFields(NamedTuple):
@@ -35,6 +35,10 @@ class _ContrastFields(NamedTuple):
     positive_similarity: Tensor
     negative_similarity: Tensor  # mean over the negatives, each counted once
     negative_variance: Tensor
+    negatives: Tensor  # how many there are
+    scale: Tensor  # what similarities are multiplied by: 1 / temperature
+    query_norm: Tensor  # of the anchor, as it enters the product
+    key_norm: Tensor  # of its positive, likewise
 
 
 class ContrastStats(_ContrastFields, LossStats):  # type: ignore[misc]  # tuples whose first fields agree
@@ -46,55 +50,89 @@ class ContrastStats(_ContrastFields, LossStats):  # type: ignore[misc]  # tuples
     __slots__ = ()
 
 
+class _LabelFields(NamedTuple):
+    log_partition: Tensor
+    entropy: Tensor
+    mean_score: Tensor
+    score_variance: Tensor
+    max_score: Tensor
+    visible: Tensor
+    correct: Tensor  # the best candidate is a positive
+    confidence: Tensor
+    nll: Tensor  # the mean over the anchor's positives; 0 where it has none
+    positives: Tensor  # how many there are
+    negatives: Tensor
+    effective_negatives: Tensor
+    scale: Tensor
+    query_norm: Tensor
+
+
+class LabelStats(_LabelFields, Stats):  # type: ignore[misc]  # tuples whose first fields agree
+    """The row statistics of anchors with many positives, and what is said of positives and negatives apart."""
+
+    __slots__ = ()
+
+
 def readout(
-    whole: State, negatives: State, rank: Tensor, nll: Tensor, positive: Tensor, moments: tuple[Tensor, Tensor]
+    whole: State,
+    negatives: State,
+    rank: Tensor,
+    nll: Tensor,
+    positive: Tensor,
+    moments: tuple[Tensor, Tensor],
+    scale: float | Tensor,
+    vectors: tuple[Tensor, Tensor],
 ) -> ContrastStats:
-    """Statistics of the rows, from the state of all candidates and that of the negatives."""
-    one = torch.ones_like(negatives.mass)
-    share = torch.where(
-        negatives.empty(), torch.zeros_like(one), 1.0 / torch.where(negatives.empty(), one, negatives.mass)
-    )
-    width = torch.where(negatives.empty(), torch.zeros_like(one), negatives.entropy().exp())
-    return ContrastStats(
+    """Statistics of the rows, from the state of all candidates and that of the negatives; vectors: anchors, positives.
+
+    With no negative at all the share of the hardest and the number that push are 0.
+    """
+    share = negatives.confidence()
+    return ContrastStats(  # type: ignore[call-arg]
         *whole.stats(),
         rank,
         rank == 0,
         1.0 / whole.mass,
         nll,
-        width.detach(),
+        width_of(negatives),
         share.detach(),
         positive.detach(),
         *(x.detach() for x in moments),
+        negatives.count.detach(),
+        per_row(scale, nll),
+        *(torch.linalg.vector_norm(x.detach().to(nll.dtype), dim=-1) for x in vectors),
     )
 
 
 @torch.no_grad()
-def above(bank: Bank, query: Tensor, level: Tensor) -> Tensor:  # (n,)
-    """How many of the keys a row may see are more similar to it than `level`, which need not be a key's.
+def width_of(negatives: State) -> Tensor:  # (n,)
+    """exp(H) of the negatives, 0 where there are none."""
+    width = negatives.entropy().exp()
+    return torch.where(negatives.empty(), torch.zeros_like(width), width)
 
-    The level becomes the score of one more key, in one more dimension, so that the pass that ranks a target serves.
-    """
+
+def per_row(scale: float | Tensor, like: Tensor) -> Tensor:
+    """One number per row, without gradient."""
+    return torch.as_tensor(scale, dtype=like.dtype, device=like.device).detach().expand(like.shape)
+
+
+@torch.no_grad()
+def above(bank: Bank, query: Tensor, level: Tensor) -> Tensor:  # (n,)
+    """How many of the keys a row may see are more similar to it than `level`, which need not be a key's."""
     rows = query if bank.query is None else bank.query
     if bank.key.dim() == 3:
         return ((rows[:, None, :] * bank.key).sum(-1) > level[:, None]).sum(-1)
-    if bank.across is not None:
-        ring = bank.across.ring(rows, bank.key, 1.0, support=bank.support, view=bank.view, kind=bank.kind)
-        rank = ring.sums(level=level, statistics=False).rank
-        assert rank is not None
-        return rank
-    n_key, dim = bank.key.shape
-    key = torch.zeros(n_key + 1, dim + 1, dtype=rows.dtype, device=rows.device)
-    key[:n_key, :dim], key[n_key, dim] = bank.key, 1.0
-    longer = torch.cat([rows, level[:, None].to(rows.dtype)], -1)
-    target = torch.full((len(rows),), n_key, device=rows.device)
-    return Gibbs(longer, key, support=bank.support).target_rank(target)
+    return bank.processes.count_above(rows, bank.key, level, support=bank.support, view=bank.view, kind=bank.kind)
 
 
 @torch.no_grad()
 def similarity_moments(
-    banks: list[Bank], query: Tensor, positive: Tensor, in_batch: bool
+    banks: list[Bank], query: Tensor, positive: Tensor, left_out: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:  # (n,), (n,)
-    """Mean and variance of the negatives' similarities, each counted once: polynomials of the keys, no pass."""
+    """Mean and variance of the negatives' similarities, each counted once: polynomials of the keys, no pass.
+
+    left_out: similarities (n,) of keys in the banks that are no negatives.
+    """
     dtype = torch.promote_types(query.dtype, torch.float32)
     count, first, second = 0, torch.zeros_like(positive), torch.zeros_like(positive)
     for bank in banks:
@@ -103,14 +141,12 @@ def similarity_moments(
             s = (rows[:, None, :] * key).sum(-1)
             first, second, keys = first + s.sum(-1), second + s.square().sum(-1), key.shape[-2]
         else:
-            sums, squares, keys = key.sum(0), key.mT @ key, key.shape[-2]
-            if bank.across is not None:
-                keys = sum(bank.across.sizes[bank.kind])
-                sums, squares = (bank.across.team.all_reduce(x) for x in (sums, squares))
+            sums, squares = (bank.processes.added(x) for x in (key.sum(0), key.mT @ key))
+            keys = sum(bank.processes.sizes[bank.kind])
             first = first + rows @ sums
             second = second + ((rows @ squares) * rows).sum(-1)
         count += keys
-    if in_batch:
-        first, second, count = first - positive, second - positive.square(), count - 1
+    for one in left_out:
+        first, second, count = first - one, second - one.square(), count - 1
     mean = first / max(count, 1)
     return mean, (second / max(count, 1) - mean.square()).clamp(min=0.0)

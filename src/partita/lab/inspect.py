@@ -16,6 +16,7 @@ from torch import nn
 from partita.lab.cli import UsageError
 from partita.lab.report.verdict import sentence
 from partita.monitor import Finding, Watch
+from partita.monitor.provenance import positions
 from partita.monitor.record import clean
 
 # Lewis Carroll, 1865
@@ -73,8 +74,6 @@ def inspect(
     ):
         about = watched.record.provenance
         about["fed"], about["step_names"] = fed, {}
-        if (trained := positions(model)) is not None:
-            about["positions"] = trained
         for length in lengths:
             starts = [int(i * max(0, len(ids) - length) / max(1, BATCH - 1)) for i in range(BATCH)]
             batch = torch.stack([ids[s : s + length] for s in dict.fromkeys(starts)])
@@ -219,13 +218,6 @@ def encode(text: str, model: nn.Module, tokenizer: Any) -> torch.Tensor:
 
 def _vocabulary(model: nn.Module) -> int:
     return next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 256)
-
-
-def positions(model: nn.Module) -> int | None:
-    """The longest input the model says it takes."""
-    config = getattr(model, "config", None)
-    found = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_seq_len")]
-    return next((int(n) for n in found if isinstance(n, int) and n > 0), None)
 
 
 def summary(watched: Watch, findings: list[Finding]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from partita.monitor.sinks import json_lines, log_to, tensorboard
 if TYPE_CHECKING:
     from torch import nn
 
+    from partita.monitor.coverage import Coverage as Coverage
     from partita.monitor.handle import Watch as Watch
-    from partita.monitor.reading import Coverage as Coverage
 
 __all__ = [
     "CODES",
@@ -39,7 +39,7 @@ __all__ = [
     "tensorboard",
     "watch",
 ]
-_LATER = {"Coverage": "reading", "Watch": "handle"}  # these need torch; records and reports do not
+_LATER = {"Coverage": "coverage", "Watch": "handle"}  # these need torch; records and reports do not
 
 
 def __getattr__(name: str) -> Any:
@@ -58,20 +58,26 @@ def watch(
     sinks: Sequence[Any] = (),
     thresholds: Thresholds | dict[str, float] | None = None,
     title: str | None = None,
+    kernel: str = "own",
 ) -> Watch:
     """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
 
-    A context manager, and a handle (`detach` ends it). A step is one call of the model, or what `set_step` says.
-    A model that torch.compile made runs without it while it is watched, and the coverage says so.
+    A context manager, and a handle (`detach` ends it). The model computes exactly what it would: statistics are made
+    beside its own kernels. A step is one call of the model, or of a loss module that calls it several times in
+    training, or what `set_step` says. A model that torch.compile made runs without it while it is watched, and the
+    coverage says so.
 
-    every: look at one step of so many.
+    every: look at one step of so many; the others cost nothing that can be measured.
     rows: look at so many evenly spaced queries per call (None: all); the largest score is then a lower bound.
     layers: numbers (in order of first call) or regular expressions on module names.
     maps: (layer, head) pairs whose attention is kept as a picture of at most 128 x 128.
     sinks: see `partita.monitor.json_lines`, `tensorboard`, `log_to`.
+    kernel: "own" keeps the model's own attention kernel and its bits. "partita" lets plain attention (no mask, no
+        dropout) give output and statistics in one pass of partita's: cheaper, and equal within rounding only.
     """
     from partita.monitor.handle import Watch
 
     return Watch(
-        model, every=every, rows=rows, layers=layers, maps=maps, sinks=sinks, thresholds=thresholds, title=title
-    )
+        model, every=every, rows=rows, layers=layers, maps=maps, sinks=sinks, thresholds=thresholds, title=title,
+        kernel=kernel,
+    )  # fmt: skip

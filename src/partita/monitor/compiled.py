@@ -8,19 +8,26 @@ and the coverage says so.
 
 from __future__ import annotations
 
-import functools
+import importlib
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from partita.interception import Patch, Wrapper
 
 RAN_PLAINLY = "compiled, but run without torch.compile while watched"
 NOT_SEEN = (
     "nothing was called while watched; the graphs of torch.compile are not seen: give the compiled model to watch, or "
     "use a `with` block"
 )
+MODULE_CALL = Patch(nn.Module, "__call__")
+_COMPILE = Patch(torch, "compile")
+SHELLS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
 def loaded() -> bool:
@@ -28,88 +35,87 @@ def loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-class Off:
-    """torch.compile is off from `on` to `off`; a second `on` does nothing.
+class _Eager:
+    """torch.compile is off while anybody asks for it: the first to ask sets the stance, the last to leave restores it.
 
-    Where nobody has used it yet, torch.compile itself is wrapped until then, so that its first use turns it off.
+    Where nobody has used torch.compile yet, it is wrapped until then, so that its first use turns it off.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._wanted = 0
         self._stance: Any = None
-        self._before: Any = None
-        self._wrapped: Any = None
+        self._wrapper: Wrapper | None = None
 
     def on(self) -> None:
-        if self._stance is not None or self._wrapped is not None:
-            return
-        if loaded():
-            self._force()
-            return
-        before = self._before = torch.compile
-
-        @functools.wraps(before)
-        def first(*args: Any, **kwargs: Any) -> Any:
-            made = before(*args, **kwargs)
-            if self._wrapped is not None and self._stance is None:
+        with self._lock:
+            self._wanted += 1
+            if self._wanted > 1:
+                return
+            if loaded():
                 self._force()
-            return made
-
-        self._wrapped = first
-        torch.compile = first
+            else:
+                self._wrapper = _COMPILE.add(self._first, everywhere=True)
 
     def off(self) -> None:
-        if self._wrapped is not None:
-            if torch.compile is self._wrapped:
-                torch.compile = self._before
-            self._wrapped = None  # should somebody have wrapped it after us, it only passes on
-        if self._stance is not None:
-            stance, self._stance = self._stance, None
-            stance.__exit__(None, None, None)
+        with self._lock:
+            self._wanted -= 1
+            if self._wanted:
+                return
+            if self._wrapper is not None:
+                _COMPILE.remove(self._wrapper)
+                self._wrapper = None
+            if self._stance is not None:
+                stance, self._stance = self._stance, None
+                stance.__exit__(None, None, None)
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        self.on()
+        try:
+            yield
+        finally:
+            self.off()
+
+    def _first(self, compile_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not loaded():
+            with MODULE_CALL.lifted():  # it remembers nn.Module.__call__ as it finds it
+                importlib.import_module("torch._dynamo")
+        with self._lock:
+            if self._wanted and self._stance is None:
+                self._force()
+        return compile_(*args, **kwargs)
 
     def _force(self) -> None:
         self._stance = torch.compiler.set_stance("force_eager")
         self._stance.__enter__()
 
 
-def compiled(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """(module, attribute) of every compiled callable: the shell of torch.compile(model), and model.compile()."""
+EAGER = _Eager()
+
+
+def compiled(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module that torch.compile made or runs: the shell of torch.compile(model), and model.compile()."""
     inner: Any = model
     while isinstance(inner, nn.Module):
         if isinstance(inner.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
-            yield inner, "forward"
+            yield inner
             inner = inner._orig_mod
-        elif type(inner).__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
+        elif type(inner).__name__ in SHELLS:
             inner = inner.module
         else:
             break
     for module in inner.modules():
         if module.__dict__.get("_compiled_call_impl") is not None:
-            yield module, "_compiled_call_impl"
+            yield module
 
 
-class Plain:
-    """Stands in front of a compiled callable while its model is watched, and runs it without torch.compile."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.module, self.name = module, name
-        self.inner = module.__dict__[name]
-        self.attached = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.attached or torch.compiler.is_compiling():
-            return self.inner(*args, **kwargs)
-        off = Off()
-        off.on()
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            off.off()
-
-    def attach(self) -> None:
-        self.attached = True
-        self.module.__dict__[self.name] = self
-
-    def detach(self) -> None:
-        self.attached = False  # should somebody have wrapped it after us, it only passes on
-        if self.module.__dict__.get(self.name) is self:
-            self.module.__dict__[self.name] = self.inner
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile's and DistributedDataParallel's shells."""
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif type(model).__name__ in SHELLS:
+            model = model.module  # type: ignore[assignment]
+        else:
+            return model

@@ -40,7 +40,7 @@ class Thresholds:
     misses, on healthy runs and on runs with planted defects: docs/findings.md."""
 
     collapsed: float = 0.01  # median over rows of H / log(visible) below this
-    uniform: float = 0.995  # mean of H / log(visible) above this
+    uniform: float = 0.998  # mean of H / log(visible) above this
     sink: float = 0.4  # mass on one key above this
     sink_share: float = 0.6  # share of heads that are sinks, above which it is a warning
     logit_warning: float = 50.0  # largest score: bfloat16 has steps of 0.25 there

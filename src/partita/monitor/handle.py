@@ -1,37 +1,37 @@
-"""watch(model): a context manager and a handle that leaves the model as it found it."""
+"""watch(model): a context manager and a handle that leaves the model, and torch, as it found them."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partita.monitor import compiled, outputs, probes, sites
+from partita.monitor import compiled
+from partita.monitor.coverage import Coverage, coverage, expected
 from partita.monitor.findings import Thresholds
-from partita.monitor.ledger import Ledger
+from partita.monitor.functions import FunctionMode, in_backward
+from partita.monitor.modules import Frame, Roll, frame, takes_fast_path
+from partita.monitor.observer import Observer
+from partita.monitor.options import options
 from partita.monitor.provenance import provenance
-from partita.monitor.reading import Coverage, Reading
-from partita.monitor.record import Record, Site
-from partita.monitor.seams import Seams, in_backward, sdpa_scores, self_padding
-from partita.monitor.tally import Tally
+from partita.monitor.reading import Reading
+from partita.monitor.record import Record
+from partita.monitor.scores import sdpa_scores
 
-log = logging.getLogger("partita.watch")
-GOLDEN = 0.6180339887498949
-SAMPLED = 8  # steps from one close look at a few rows to the next
+_REPLAY = threading.local()  # whose second run of a module this is: others have seen the first
 
 
 class Watch(Reading):
     """Observes while it is attached: from construction until `detach`, or for the time of a `with` block.
 
-    Losses called outside the model's forward are seen inside a `with` block only.
+    It sees the calls of the thread that attached it. Losses called outside the model's forward are seen inside a `with`
+    block only.
     """
 
     def __init__(
@@ -45,89 +45,80 @@ class Watch(Reading):
         sinks: Sequence[Any] = (),
         thresholds: Thresholds | dict[str, float] | None = None,
         title: str | None = None,
+        kernel: str = "own",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch takes a torch.nn.Module; got {type(model).__name__}.")
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a whole number of steps, at least 1; got {every!r}.")
-        if rows is not None and (not isinstance(rows, int) or rows < 1):
-            raise ValueError(f"rows must be None (every row) or a number of rows, at least 1; got {rows!r}.")
-        self.model = sites.unwrap(model)
-        self._plain = [compiled.Plain(module, name) for module, name in compiled.compiled(model)]
-        self.every, self.rows, self.maps = every, rows, [tuple(m) for m in maps]
-        self.layers = [layers] if isinstance(layers, (int, str)) else None if layers is None else list(layers)
-        self.thresholds = thresholds if isinstance(thresholds, Thresholds) else Thresholds().with_(**(thresholds or {}))
-        self.sinks = list(sinks)
-        options = {"every": every, "rows": rows, "layers": self.layers, "maps": [list(m) for m in self.maps]}
-        self.record = Record(provenance=provenance(self.model, options))
+        inside = compiled.unwrap(model)
+        self._roll = Roll(inside)
+        self.options = options(
+            inside, self._roll.names(), every=every, rows=rows, layers=layers, maps=maps, sinks=sinks,
+            thresholds=thresholds, kernel=kernel,
+        )  # fmt: skip
+        self.thresholds, self.kernel = self.options.thresholds, kernel
+        self.model = inside
+        self._expected = expected(inside)
+        self._compiled = {id(module): weakref.ref(module) for module in compiled.compiled(model)}
+        self.record = Record(provenance=provenance(inside, self.options.plain()))
         if title:
             self.record.provenance["title"] = title
+        self.observer = Observer(self.record, self.options)
         self.observing = False
-        self.step = -1
         self._manual = False
-        self._attached = False
+        self._attached: weakref.finalize[..., Watch] | None = None
         self._fresh = True
         self._muted = 0
-        self._stack: list[sites.Frame] = []
         self._outermost: set[int] = set()
-        self._samples: dict[int, Tally] = {}
-        self._ledger = Ledger(self.record, self.sinks)
-        self._layer: dict[str, int] = {}
-        self._module_seen: dict[str, int] = {}
+        self._enclosed: bool | None = None  # inside a module that is not the model's: has it called the model?
         self._called: dict[str, int] = {}
-        self._errors: dict[str, int] = {}
-        self._watch_s = 0.0
+        self._elsewhere = 0
         self._started: float | None = None
-        self._ended = 0.0
-        self._steps = self._observed = 0
-        self._map_bytes = self._largest = 0
+        self._steps = 0
         self._thread = threading.get_ident()
-        self._mode: Seams | None = None
-        self._compile = compiled.Off()
-        self._follows: list[sites.Follow] = []
+        self._mode = FunctionMode(self)
+        self._block = False
         self.attach()
+
+    @property
+    def step(self) -> int:
+        return self.observer.step
 
     # ---- on and off ------------------------------------------------------------------------------------------------
 
     def attach(self) -> Watch:
         """Start to follow the model; a second call does nothing."""
-        if not self._attached:
-            self._attached = True
+        if self._attached is None:
+            self._thread = threading.get_ident()
             self._fresh = True  # whatever is called first begins a step
-            self._follows = [sites.Follow(name, module, self._around) for name, module in sites.followed(self.model)]
-            for follow in self._follows:
-                follow.attach()
-            for plain in self._plain:
-                plain.attach()
+            self.observer.stack.clear()
+            wrapper = compiled.MODULE_CALL.add(_weakly(self), everywhere=True)
+            self._attached = weakref.finalize(self, compiled.MODULE_CALL.remove, wrapper)
         return self
 
     def detach(self) -> None:
-        """Leave the model as it was found; what was recorded stays."""
-        if self._attached:
-            self._attached = False
-            for plain in self._plain:
-                plain.detach()
-            for follow in reversed(self._follows):
-                follow.detach()
-            self._compile.off()
-        self._flush()
+        """Leave everything as it was found; what was recorded stays."""
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            attached()
+        self.observer.flush()
         self.observing = False
 
     def __enter__(self) -> Watch:
         self.attach()
-        self._compile.on()
-        self._mode = Seams(self)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._thread = threading.get_ident()
+        if not self._block:
+            self._block = True
+            compiled.EAGER.on()
+            self._mode.on()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        mode, self._mode = self._mode, None
-        self._stack.clear()
-        try:
-            if mode is not None:
-                mode.__exit__(*error)  # type: ignore[no-untyped-call]
-        finally:
-            self.detach()
+        self.observer.stack.clear()
+        if self._block:
+            self._block = False
+            self._mode.off()
+            compiled.EAGER.off()
+        self.detach()
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -138,149 +129,127 @@ class Watch(Reading):
             self._next(step)
 
     def _next(self, step: int) -> None:
-        self._close()
+        self.observer.close()
         self._outermost.clear()
-        self.step = step
+        self.observer.step = step
         self._steps += 1
-        self.observing = step % self.every == 0
-        self._observed += self.observing
+        self.observing = step % self.options.every == 0
+        self.observer.count += self.observing
 
-    def _around(self, follow: sites.Follow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._muted or not self._attached or in_backward() or threading.get_ident() != self._thread:
-            return follow.inner(*args, **kwargs)
+    def _begin(self, module: nn.Module) -> None:
+        """A call of the model, or of a part of it, from outside: a step, unless a loss calls the model once more."""
+        again = self._enclosed is True and torch.is_grad_enabled() and self.step >= 0
+        if not self._manual and not again and (self._fresh or id(module) in self._outermost):
+            self._next(self.step + 1)
+        elif self._manual and self._fresh and not self.observing:
+            self._next(max(self.step, 0))  # attached again within a named step
+        self._fresh = False
+        self._outermost.add(id(module))
+        self.observer.begin_forward()
+        if self._enclosed is not None:
+            self._enclosed = True
+
+    def called(
+        self, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Every call of every module passes here while the watch is attached."""
+        if self._muted or in_backward() or getattr(_REPLAY, "owner", self) is not self:
+            return inner(module, *args, **kwargs)
+        if threading.get_ident() != self._thread:
+            self._elsewhere += self._roll.name(module) is not None
+            return inner(module, *args, **kwargs)
+        name = self._roll.name(module)
+        plain = self._compiled.get(id(module))
+        if plain is not None and plain() is module and not self._block:
+            with compiled.EAGER.block():
+                return self._follow(name, inner, module, args, kwargs)
+        return self._follow(name, inner, module, args, kwargs)
+
+    def _follow(
+        self, name: str | None, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if name is None:
+            return self._pass_by(inner, module, args, kwargs)
         begin = time.perf_counter()
         if self._started is None:
             self._started = begin
-        if not self._stack:
-            if not self._manual and (self._fresh or id(follow) in self._outermost):
-                self._next(self.step + 1)
-            elif self._manual and self._fresh and not self.observing:
-                self._next(max(self.step, 0))  # attached again within a named step
-            self._fresh = False
-            self._outermost.add(id(follow))
-        self._called[follow.name] = self._called.get(follow.name, 0) + 1
-        self._stack.append(sites.frame(follow, kwargs))
-        depth = len(self._stack)
-        self._watch_s += time.perf_counter() - begin
+        if not self.observer.stack:
+            self._begin(module)
+        self._called[name] = self._called.get(name, 0) + 1
+        depth = len(self.observer.stack)
+        self.observer.spent_s += time.perf_counter() - begin
         try:
-            with self._seeing(follow, kwargs) as passed:
-                if passed is not None:  # torch's nested fast path: its own result, then a second run to look at
-                    out = passed(args, kwargs)
-                    if self.observing:
-                        spent, begin = self._watch_s, time.perf_counter()
-                        follow.inner(*args, **kwargs)
-                        self._watch_s = spent + time.perf_counter() - begin  # the whole second run is ours
-                    return out
-                return follow.inner(*args, **kwargs)
+            if takes_fast_path(module) and not hasattr(_REPLAY, "owner"):
+                return self._run_twice(name, inner, module, args, kwargs)
+            self.observer.stack.append(frame(name, module, kwargs))
+            with self._listen():
+                return inner(module, *args, **kwargs)
         finally:
-            del self._stack[depth - 1 :]
-            self._ended = time.perf_counter()
+            del self.observer.stack[depth:]
+            self.observer.ended = time.perf_counter()
+
+    def _pass_by(self, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Somebody else's module: a loss, perhaps, that calls the model; its own fast paths stay open."""
+        quiet = self._mode.without() if self._block and takes_fast_path(module) else contextlib.nullcontext()
+        outermost = not self.observer.stack and self._enclosed is None
+        if outermost:
+            self._enclosed = False
+        try:
+            with quiet:
+                return inner(module, *args, **kwargs)
+        finally:
+            if outermost:
+                self._enclosed = None
+
+    def _run_twice(
+        self, name: str, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """torch's fast path gives the result; a second run, on the slow one, is looked at."""
+        self._muted += 1
+        try:
+            with self._mode.without():
+                out = inner(module, *args, **kwargs)
+        finally:
+            self._muted -= 1
+        if self.observing:
+            spent, begin = self.observer.spent_s, time.perf_counter()
+            self.observer.stack.append(frame(name, module, kwargs))
+            _REPLAY.owner = self
+            try:
+                with self._listen():
+                    module.forward(*args, **kwargs)
+            finally:
+                del _REPLAY.owner
+            self.observer.spent_s = spent + time.perf_counter() - begin  # the whole second run is ours
+        return out
 
     @contextlib.contextmanager
-    def _seeing(self, follow: sites.Follow, kwargs: dict[str, Any]) -> Iterator[Callable[..., Any] | None]:
+    def _listen(self) -> Iterator[None]:
         """The function mode is on for the outermost forward, unless the `with` block holds it already."""
-        run = self._fast_path(follow, kwargs)
-        if self._mode is not None or len(self._stack) > 1 or not self.observing:
-            yield run
+        if self._block or len(self.observer.stack) > 1 or not self.observing:
+            yield
             return
-        with Seams(self):
-            yield run
+        self._mode.on()
+        try:
+            yield
+        finally:
+            self._mode.off()
 
-    def _fast_path(self, follow: sites.Follow, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        """nn.TransformerEncoder in eval mode zeroes padded outputs on a path that a function mode switches off."""
-        module = follow.module
-        if (
-            not isinstance(module, nn.TransformerEncoder)
-            or module.training
-            or kwargs.get("src_key_padding_mask") is None
-        ):
-            return None
+    # ---- what the function mode reports ------------------------------------------------------------------------------
 
-        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._muted += 1
-            try:
-                with torch._C.DisableTorchFunction():
-                    return follow.inner(*args, **kwargs)
-            finally:
-                self._muted -= 1
+    def top(self) -> Frame | None:
+        return self.observer.stack[-1] if self.observer.stack else None
 
-        return run
-
-    # ---- what the seams report -------------------------------------------------------------------------------------
-
-    def top(self) -> sites.Frame | None:
-        return self._stack[-1] if self._stack else None
+    def listening(self) -> bool:
+        return self.observing and not self._muted and getattr(_REPLAY, "owner", self) is self
 
     def outside(self) -> bool:
         """Not inside the watched model, or not to be looked at."""
-        return not self._stack or self._muted > 0 or threading.get_ident() != self._thread
+        return not self.observer.stack or self._muted > 0 or threading.get_ident() != self._thread
 
     def guard(self, look: Callable[[], None]) -> None:
-        """Observe without side effects: no graph, no autocast, no exception."""
-        if self._muted or threading.get_ident() != self._thread or torch.compiler.is_compiling():
-            return
-        begin = time.perf_counter()
-        try:
-            with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), _no_autocast():
-                look()
-        except Exception as error:  # watching never stops a run
-            key = f"{type(error).__name__}: {str(error)[:200]}"
-            self._errors[key] = self._errors.get(key, 0) + 1
-            if self._errors[key] == 1:
-                log.warning("a softmax could not be observed: %s", key)
-        self._watch_s += time.perf_counter() - begin
-        self._ended = time.perf_counter()
-
-    def attend(
-        self,
-        kind: str,
-        shape: Sequence[int],
-        build: Callable[[], probes.Scores],
-        cross: bool | None,
-        stats: Any = None,
-    ) -> None:
-        """One attention call; `stats` are its rows' statistics where the call itself made them."""
-        frame = self._stack[-1]
-        frame.seen.append(None)
-        ordinal = len(frame.seen) - 1
-        bare = frame.follow.name or type(frame.follow.module).__name__
-        name = bare if ordinal == 0 else f"{bare}#{ordinal}"
-        self._module_seen[frame.follow.name] = self._module_seen.get(frame.follow.name, 0) + 1
-        heads = shape[-3] if len(shape) > 3 else 1
-        layer = self._layer.setdefault(name, len(self._layer))
-        if layer == len(self.record.sites):
-            self.record.sites.append(Site(name, kind, heads))
-        if not self._chosen(layer, name):
-            return
-        call = build()
-        crosses = cross if cross is not None else any(f.cross for f in self._stack[-2:])
-        keep = sites.padding(self._stack, call.batch, call.n_query)
-        if keep is None and not crosses:
-            keep = self_padding(call)
-        call = replace(call, keep=keep)
-        tally = self._ledger.tallies.get(layer)
-        if tally is None:
-            tally = self._ledger.tallies[layer] = Tally(call.heads, _device(call), frame.follow.module.training)
-        phase = (self._observed * GOLDEN) % 1.0 if self.rows else 0.5
-        probes.measure(call, tally, rows=self.rows, phase=phase, stats=stats)
-        count = self._observed
-        if count % SAMPLED == 0 or layer not in self._samples:
-            probes.look(call, tally)  # strongest keys and twins change slowly: the last sample stands in between
-            self._samples[layer] = tally
-            for where in self.maps:
-                if where[0] == layer and where[1] < call.heads:
-                    self._keep(self.record.maps, probes.pooled_map(call, where[1], self.step, layer), ("layer", "head"))
-        else:
-            tally.borrow(self._samples[layer])
-        if count == 1 or count % 32 == 0 or (count >= 8 and count & (count - 1) == 0):
-            self._keep(self.record.curves, probes.curve(call, self.step, layer), ("layer",))
-        self._map_bytes += 4 * call.batch * call.heads * call.n_query * call.n_key
-
-    def lose(self, name: str, numbers: outputs.Numbers | None) -> None:
-        if numbers is None:
-            return
-        module = self._stack[-1].follow.name if self._stack else ""
-        self._ledger.losses.setdefault(f"{name} ({module})" if module else name, []).append(numbers)
+        if not self._muted and threading.get_ident() == self._thread and not torch.compiler.is_compiling():
+            self.observer.guard(look)
 
     def observe(
         self,
@@ -291,91 +260,80 @@ class Watch(Reading):
         mask: Tensor | None = None,
         causal: bool = False,
     ) -> None:
-        """Report an attention that the seams cannot see (a custom kernel): call it inside the module's forward."""
-        if self.observing and not self.outside():
+        """Report an attention that nothing shows (a custom kernel): call it inside the module's forward."""
+        if self.listening() and not self.outside():
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             self.guard(
-                lambda: self.attend("observe", query.shape, lambda: sdpa_scores(query, key, mask, causal, scale), None)
+                lambda: self.observer.attend(
+                    "observe", query.shape, lambda: sdpa_scores(query, key, mask, causal, scale), None
+                )
             )
-
-    def _chosen(self, layer: int, name: str) -> bool:
-        return self.layers is None or any(layer == c if isinstance(c, int) else re.search(c, name) for c in self.layers)
-
-    def _keep(self, rows: list[dict[str, Any]], row: dict[str, Any], keys: tuple[str, ...]) -> None:
-        """The newest of its kind replaces the older one: memory stays O(layers x heads)."""
-        rows[:] = [r for r in rows if any(r[k] != row[k] for k in keys)] + [row]
-
-    def _close(self) -> None:
-        """End the step."""
-        begin = time.perf_counter()
-        self._ledger.close(self.step)
-        self._largest, self._map_bytes = max(self._largest, self._map_bytes), 0
-        self._watch_s += time.perf_counter() - begin
-
-    def _flush(self) -> None:
-        self._close()
-        begin = time.perf_counter()
-        self._ledger.flush()
-        self._watch_s += time.perf_counter() - begin
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def coverage(self) -> Coverage:
         """Which attention modules were observed, which were not, and why."""
-        found = sites.coverage(self.model, self._module_seen, self._called)
-        if self._plain:
+        found = coverage(self._expected, self.observer.seen, self._called, self.observer.by_hand)
+        more = []
+        if self._compiled:
             found["compiled"] = compiled.RAN_PLAINLY
-            found["text"] += "; " + compiled.RAN_PLAINLY
+            more.append(compiled.RAN_PLAINLY)
         if compiled.loaded() and not self._called:
-            found["text"] += "; " + compiled.NOT_SEEN
-        if self._errors:
-            found["errors"] = dict(self._errors)
-            found["text"] += "; " + "; ".join(f"{n} calls could not be observed ({e})" for e, n in self._errors.items())
-        return Coverage(found)
+            more.append(compiled.NOT_SEEN)
+        if self._elsewhere:
+            more.append(f"{self._elsewhere} calls in other threads were not seen")
+        if self.observer.layers and not any(
+            self.options.chosen(layer, name) for name, layer in self.observer.layers.items()
+        ):
+            more.append(
+                f"nothing recorded: layers={self.options.layers!r} chose none of {len(self.observer.layers)} layers"
+            )
+        if self.observer.errors:
+            found["errors"] = dict(self.observer.errors)
+            more += [f"{n} calls could not be observed ({e})" for e, n in self.observer.errors.items()]
+        if self.observer.buffer.impossible:
+            found["impossible"] = [str(one) for one in self.observer.buffer.impossible[:20]]
+            more.append(
+                f"a fault of partita: {len(self.observer.buffer.impossible)} numbers that cannot be were left out"
+            )
+        found["text"] = "; ".join([found["text"], *more])
+        return found
 
     @property
     def overhead(self) -> dict[str, Any]:
         """Measured: seconds inside watch, seconds in all, and their ratio."""
-        elapsed = max(self._ended - self._started, 1e-9) if self._started is not None else 0.0
-        outside = elapsed - self._watch_s
+        elapsed = max(self.observer.ended - self._started, 1e-9) if self._started is not None else 0.0
+        outside = elapsed - self.observer.spent_s
         kept = sum(8 * (len(b.values) + sum(len(v) for v in b.bands.values())) for b in self.record.blocks)
         return {
-            "watch_s": self._watch_s,
+            "watch_s": self.observer.spent_s,
             "elapsed_s": elapsed,
-            "fraction": self._watch_s / outside if outside > 0 else None,
+            "fraction": self.observer.spent_s / outside if outside > 0 else None,
             "steps": self._steps,
-            "observed_steps": self._observed,
+            "observed_steps": self.observer.count,
             "record_bytes": kept,
-            "map_bytes": max(self._largest, self._map_bytes),
+            "map_bytes": self.observer.map_bytes,
         }
 
     def finished(self) -> Record:
         """The record with everything seen so far, coverage and overhead included."""
-        self._flush()
+        self.observer.flush()
         self.record.coverage, self.record.overhead = dict(self.coverage), self.overhead
         return self.record
 
     def __repr__(self) -> str:
-        state = "attached" if self._attached else "detached"
-        return f"<watch of {type(self.model).__name__}, {state}: {self._observed} steps, {self.coverage['short']}>"
+        state = "detached" if self._attached is None else "attached"
+        title = self.record.provenance.get("model", "a model")
+        return f"<watch of {title}, {state}: {self.observer.count} steps, {self.coverage['short']}>"
 
 
-def _device(call: probes.Scores) -> torch.device:
-    first = call.query if call.scores is None else call.scores
-    assert first is not None
-    return first.device
+def _weakly(watch: Watch) -> Callable[..., Any]:
+    """Its way into every call. A handle that nobody holds ends, and lets its model go, unless a sink listens."""
+    own, listens = weakref.ref(watch), watch if watch.options.sinks else None
 
+    def around(inner: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = listens or own()
+        return inner(module, *args, **kwargs) if found is None else found.called(inner, module, args, kwargs)
 
-@contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Statistics are float32 whatever the model runs in."""
-    on = [
-        d
-        for d in ("cpu", "cuda", "mps", "xpu")
-        if torch.amp.autocast_mode.is_autocast_available(d) and torch.is_autocast_enabled(d)
-    ]
-    with contextlib.ExitStack() as stack:
-        for device in on:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+    return around

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from partita.monitor.findings import Finding, Thresholds
+from partita.monitor.loading import load_record
 from partita.monitor.merge import merge_records
 from partita.monitor.record import Record
-
-
-class Coverage(dict[str, Any]):
-    """What was seen and what was not; its text is a sentence."""
-
-    def __str__(self) -> str:
-        return str(self["text"])
 
 
 class Reading:
@@ -33,9 +28,7 @@ class Reading:
         mine = self.finished()
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return mine
-        parts: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(parts, mine, group=group)
-        return merge_records(parts)
+        return merge_records([_from_bytes(part) for part in _all_bytes(_to_bytes(mine), group)])
 
     def frame(self, pandas: bool | None = None) -> Any:
         """One row per step, layer and head: a pandas DataFrame where pandas is installed, else a `Table`."""
@@ -66,3 +59,33 @@ class Reading:
 
     def _repr_html_(self) -> str:
         return self.finished()._repr_html_()
+
+
+def _to_bytes(record: Record) -> bytes:
+    with TemporaryDirectory() as folder:
+        return record.save(Path(folder) / "record.jsonl").read_bytes()
+
+
+def _from_bytes(data: bytes) -> Record:
+    """What another rank sent is text, read like any file: it cannot run anything here, as a pickle could."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "record.jsonl"
+        path.write_bytes(data)
+        return load_record(path)
+
+
+def _all_bytes(data: bytes, group: Any) -> list[bytes]:
+    """The bytes of every rank, in rank order: their lengths first, then all of them padded to the longest."""
+    import torch.distributed as dist
+
+    gpu = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(data)] = mine
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [bytes(part[: int(size)].tolist()) for part, size in zip(parts, sizes, strict=True)]

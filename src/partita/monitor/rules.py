@@ -138,29 +138,37 @@ def growth(record: Record, series: Series, limits: Thresholds) -> Iterator[Findi
             return level, ratio
         return None
 
-    for layer, hits in series.by_layer(test):
-        where, (level, ratio) = max(hits, key=lambda h: h[1][0])
-        grown = f", {ratio:.1f} times the first quarter of the run" if ratio > 1 else ""
-        # a model that learns from scratch grows its scores too: below the level that hurts, that is news, no fault
-        below = level < limits.logit_warning
-        yield Finding(
-            "error" if level >= limits.logit_error else "info" if below else "warning",
-            "LOGIT_GROWTH",
-            _place(layer, hits),
-            f"largest score {level:.1f} in head {where[1]} ({series.window}){grown}",
-            f"Scores grow; that is how a head learns to select, and harmless while it stops below "
-            f"{limits.logit_warning:g}."
-            if below
-            else "Scores of this size lose digits in half precision and freeze the softmax.",
-            "keep the scores in float32, or cap them (softcap)."
-            if series.frozen
-            else "normalise query and key, cap the scores (softcap), or lower the learning rate of their projections.",
-            "medium",
-            f"level {limits.logit_warning:g}/{limits.logit_error:g}, growth x{limits.growth_ratio:g} above "
-            f"{limits.growth_level:g}",
-            _heads(hits),
-            _picture(series, where, "max_score"),
-        )
+    layers = list(series.by_layer(test))
+    for layer, found in layers:  # above the line of the chart
+        if hits := [hit for hit in found if hit[1][0] >= limits.logit_warning]:
+            yield _growth(series, limits, _place(layer, hits), hits)
+    # a model that learns from scratch grows its scores too: below the level that hurts, that is news, no fault
+    below = [hit for _, found in layers for hit in found if hit[1][0] < limits.logit_warning]
+    if below:
+        yield _growth(series, limits, f"{len(below)} of {len(series.heads)} heads", below)
+
+
+def _growth(series: Series, limits: Thresholds, place: str, hits: Hits) -> Finding:
+    where, (level, ratio) = max(hits, key=lambda h: h[1][0])
+    grown = f", {ratio:.1f} times the first quarter of the run" if ratio > 1 else ""
+    below = level < limits.logit_warning
+    return Finding(
+        "error" if level >= limits.logit_error else "info" if below else "warning",
+        "LOGIT_GROWTH",
+        place,
+        f"largest score {level:.1f} in layer {where[0]} head {where[1]} ({series.window}){grown}",
+        f"Scores grow; that is how a head learns to select, and harmless while it stops below {limits.logit_warning:g}."
+        if below
+        else "Scores of this size lose digits in half precision and freeze the softmax.",
+        "keep the scores in float32, or cap them (softcap)."
+        if series.frozen
+        else "normalise query and key, cap the scores (softcap), or lower the learning rate of their projections.",
+        "medium",
+        f"level {limits.logit_warning:g}/{limits.logit_error:g}, growth x{limits.growth_ratio:g} above "
+        f"{limits.growth_level:g}",
+        _heads(hits),
+        _picture(series, where, "max_score"),
+    )
 
 
 def drop(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:

@@ -163,7 +163,7 @@ def _share(value: float) -> str:
 
 
 def _digits(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else ""
+    return f"{value:.4g}" if math.isfinite(value) else ""
 
 
 def judge(rows: list[Row]) -> Verdict:
@@ -206,8 +206,8 @@ EXPERIMENT = Experiment(
     ids=("M-ENT-1", "M-SCL-0"),
     sizes={
         "tiny": Size(_settings(16, ("healthy: next byte", "a dead head")), seeds=1, seconds=1.0),
-        "quick": Size(_settings(64), seeds=1, seconds=2.5),
-        "full": Size(_settings(200), seeds=3, seconds=6.0),
+        "quick": Size(_settings(48), seeds=2, seconds=1.25),
+        "full": Size(_settings(200), seeds=3, seconds=5.0),
     },
     run=run,
     judge=judge,

@@ -73,7 +73,7 @@ def run(settings: Settings, seed: int) -> Iterable[Row]:
     with torch.no_grad():
         x = model.layer.norm1(model.tokens(data.x[:256]))  # type: ignore[operator]
         _, stats = attention(x, x, x, return_stats=True)
-        query, key, _ = attention._project(x, x, x)
+        query, key, _ = attention.project(x, x, x)
         sharpness = measure_sigma(query, key) * (WIDTH**-0.5 if SCALES[str(settings["scale"])] is None else 1.0)
     loss = cross_entropy(model(data.x), data.y)
     assert isinstance(loss, Tensor)

@@ -23,12 +23,8 @@ from partita.lab.figure import Figure, Line, Panel
 from partita.theory.robustness import GaussianNoise, LaplaceNoise, Noise, UniformNoise, laplace_error_exponent
 
 FAR = 4.5  # of some hundred comparisons none should be so many standard errors off
-NEAR, ROUGH = (
-    0.05,
-    0.15,
-)  # how near an exponent must be to its prediction, away from a change of regime and close to one
-DISTANCE = 0.149  # 0.15, were it not for rounding
-CHANGES = (0.5, 1.0)  # b where the variance and the mean of e^noise cease to exist
+CHANGES, DISTANCE = (0.5, 1.0), 0.15  # b where the variance and the mean of e^noise cease to exist, and what is close
+NEAR, ROUGH = 0.05, 0.15  # how near an exponent must be to its prediction, away from these and close to them
 
 
 def noise_of(family: str, width: float) -> Noise:

@@ -54,6 +54,8 @@ def simplex_projection(point: Tensor) -> Tensor:  # (..., n)
         argmin_p |p - x|^2 = max(x - t, 0)  with t such that the sum is 1
 
     Spec: M-GIB-8.
+    From Duchi, Shalev-Shwartz, Singer and Chandra (2008), Efficient projections onto the l1-ball for learning in high
+    dimensions; as a map of scores, Martins and Astudillo (2016), From softmax to sparsemax.
 
     >>> simplex_projection(torch.tensor([2.0, 0.0]))
     tensor([1., 0.])

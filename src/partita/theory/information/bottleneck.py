@@ -50,6 +50,7 @@ def bottleneck_step(encoder: Tensor, joint: Tensor, beta: Number) -> Tensor:  # 
         p(z|x) = p(z) exp(-beta * KL(p(y|x) || p(y|z))) / Z(x)
 
     Spec: M-INF-7.
+    From Tishby, Pereira and Bialek (1999), The information bottleneck method.
 
     >>> bottleneck_step(torch.full((2, 2), 0.5), torch.eye(2) / 2, 1.0)  # an encoder that ignores x is a fixed point
     tensor([[0.5000, 0.5000],

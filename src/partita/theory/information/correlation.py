@@ -60,6 +60,7 @@ def total_correlation(table: Tensor) -> Tensor:
         TC = sum_t H(x_t) - H(x) = KL(P || product of marginals) = sum_{t>=2} I(x_t; x_<t)
 
     Spec: M-GEO-6.
+    From Watanabe (1960), Information theoretical analysis of multivariate correlation.
 
     >>> xor = torch.tensor([[[1, 0], [0, 1]], [[0, 1], [1, 0]]]) / 4
     >>> total_correlation(xor)  # log 2
@@ -90,6 +91,7 @@ def dual_total_correlation(table: Tensor) -> Tensor:
         DTC = H(x) - sum_t H(x_t | x_-t)
 
     Spec: M-GEO-6.
+    From Han (1978), Nonnegative entropy measures of multivariate symmetric correlations.
 
     >>> xor = torch.tensor([[[1, 0], [0, 1]], [[0, 1], [1, 0]]]) / 4
     >>> dual_total_correlation(xor)  # 2 log 2: no variable is free given the two others

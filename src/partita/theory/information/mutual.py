@@ -54,6 +54,8 @@ def mutual_information_bound(loss: Number, n: Number) -> InformationBound:
     `loss` may hold many batch values: their mean is used, as the bound is true in expectation only, a single batch may
     exceed I. Negatives must be independent draws from the marginal; with two views of each item only the cap is sure.
     A negative value is a valid, empty bound. Spec: M-INC-2, M-RMK-5.
+    From van den Oord, Li and Vinyals (2018), Representation learning with contrastive predictive coding; Poole, Ozair,
+    van den Oord, Alemi and Tucker (2019), On variational bounds of mutual information.
 
     >>> b = mutual_information_bound(0.25, 128)
     >>> round(b.value.item(), 4), round(b.cap.item(), 4), b.saturated.item()  # log 128 - 0.25

@@ -32,6 +32,7 @@ def sinusoidal_positions(n: int, dim: int, base: float = 10000.0) -> Tensor:  # 
         p_{i,2k} = sin(i w_k),    p_{i,2k+1} = cos(i w_k),    w_k = base^(-2k/dim)
 
     Spec: M-ATT-10.
+    From Vaswani et al. (2017), Attention is all you need.
 
     >>> sinusoidal_positions(1, 4)
     tensor([[0., 1., 0., 1.]], dtype=torch.float64)
@@ -77,6 +78,8 @@ def distance_bias(n_query: int, n_key: int, slope: float) -> Tensor:  # (n_query
         b_ij = -slope * |i - j|
 
     Spec: M-ATT-9.
+    From Press, Smith and Lewis (2022), Train short, test long: attention with linear biases enables input length
+    extrapolation.
 
     >>> distance_bias(1, 3, 0.5)
     tensor([[-0.0000, -0.5000, -1.0000]], dtype=torch.float64)

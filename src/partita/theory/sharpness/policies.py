@@ -137,6 +137,7 @@ def reference_length_slope(n: Number, n_train: Number) -> Tensor:
         1 - log n / (log n_train)^2
 
     At n = n_train only 1 / log n_train of the growth is removed. Spec: M-SCL-7.
+    The factor log n is that of Chiang and Cholak (2022), Overcoming a theoretical limitation of self-attention.
 
     >>> round(reference_length_slope(512, 512).item(), 3)
     0.84

@@ -178,6 +178,7 @@ def dobrushin(matrix: Tensor) -> Tensor:  # (..., n, n) -> (...)
         max_ij |A_i - A_j|_1 / 2  >=  |lambda_2|
 
     0 when all rows are equal, 1 when two have no common key. Spec: M-SPE-1.
+    From Dobrushin (1956), Central limit theorem for nonstationary Markov chains.
 
     >>> dobrushin(torch.tensor([[0.5, 0.5], [0.25, 0.75]]))
     tensor(0.2500)

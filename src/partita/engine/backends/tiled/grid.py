@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from partita._checks import check_positive
-from partita.engine import terms as _terms
 from partita.engine.request import Request
-from partita.engine.terms import Term
+from partita.engine.terms import Term, cut, window_mask
 
 __all__ = ["Grid", "tile_shape"]
 
@@ -74,7 +73,7 @@ class Grid:
                 yield keys, None
             elif "mixed" in status:
                 alive = [term for term, s in zip(self._terms, status, strict=True) if s != "empty"]
-                yield keys, _terms.window_mask(alive, self.rows[row], keys, self._device)
+                yield keys, window_mask(alive, self.rows[row], keys, self._device)
 
 
 class _Extent:
@@ -106,7 +105,7 @@ class _Extent:
                 return "empty"
             full = full and a == b == c == d
         if self.term.mask is not None:
-            part = _terms.cut(self.term.mask, rows, cols)
+            part = cut(self.term.mask, rows, cols)
             if not bool(part.any()):
                 return "empty"
             full = full and bool(part.all())

@@ -1,4 +1,4 @@
-"""The sums of the steps seen, and how they become rows of the record."""
+"""Steps that are open or just over: their sums, and how they become rows of the record."""
 
 from __future__ import annotations
 
@@ -8,28 +8,32 @@ from typing import Any
 
 import torch
 
-from partita.monitor import outputs
+from partita.monitor.accumulator import Accumulator, blocks
+from partita.monitor.losses import Numbers, finish
+from partita.monitor.ranges import Impossible
 from partita.monitor.record import Block, Record
-from partita.monitor.tally import Tally, blocks
 
 log = logging.getLogger("partita.watch")
 AT_ONCE = 8  # steps whose sums are finished together: the many small operations cost no more than for one
+Losses = dict[str, list[Numbers]]
 
 
-class Ledger:
+class StepBuffer:
     """Sums of the open step by layer and by loss, and those of a few steps that are over."""
 
     def __init__(self, record: Record, sinks: Sequence[Any]) -> None:
         self.record, self.sinks = record, sinks
-        self.tallies: dict[int, Tally] = {}
-        self.losses: dict[str, list[outputs.Numbers]] = {}
-        self._closed: list[tuple[int, dict[int, Tally], dict[str, list[outputs.Numbers]]]] = []
+        self.sums: dict[int, Accumulator] = {}
+        self.losses: Losses = {}
+        self.impossible: list[Impossible] = []  # numbers that cannot be: our own faults
+        self._closed: list[tuple[int, dict[int, Accumulator], Losses]] = []
+        self._failed: set[int] = set()  # sinks that were reported
 
     def close(self, step: int) -> None:
         """End the step; whoever listens is told at once."""
-        if self.tallies or self.losses:
-            self._closed.append((step, self.tallies, self.losses))
-            self.tallies, self.losses = {}, {}
+        if self.sums or self.losses:
+            self._closed.append((step, self.sums, self.losses))
+            self.sums, self.losses = {}, {}
         if self.sinks or len(self._closed) >= AT_ONCE:
             self.flush()
 
@@ -38,10 +42,11 @@ class Ledger:
         closed, self._closed = self._closed, []
         try:
             with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
-                made = iter(blocks([(step, *item) for step, seen, _ in closed for item in sorted(seen.items())]))
+                parts = [(step, *item) for step, seen, _ in closed for item in sorted(seen.items())]
+                made = iter(blocks(parts, self.impossible))
                 for step, seen, losses in closed:
                     here = [next(made) for _ in seen]
-                    rows = [outputs.finish(numbers, step, name) for name, numbers in losses.items()]
+                    rows = [finish(numbers, step, name) for name, numbers in losses.items()]
                     self._name_keys(seen)
                     self.record.blocks += here
                     self.record.losses += rows
@@ -49,16 +54,18 @@ class Ledger:
         except Exception as error:  # watching never stops a run
             log.warning("steps up to %d could not be recorded: %s", closed[-1][0], error)
 
-    def _name_keys(self, seen: dict[int, Tally]) -> None:
+    def _name_keys(self, seen: dict[int, Accumulator]) -> None:
         """The strongest keys go with the temperature curve of their layer."""
         for curve in self.record.curves:
-            tally = seen.get(curve["layer"])
-            if tally is not None and tally.keys is not None:
-                curve["keys"] = [[[int(i), mass] for i, mass in head] for head in tally.keys.tolist()]
+            sums = seen.get(curve["layer"])
+            if sums is not None and sums.keys is not None:
+                curve["keys"] = [[[int(i), mass] for i, mass in head] for head in sums.keys.tolist()]
 
     def _tell(self, step: int, here: list[Block], rows: list[dict[str, Any]]) -> None:
         for sink in self.sinks:
             try:
                 sink(self.record, step, here, rows)
             except Exception as error:
-                log.warning("a sink failed and goes on without this step: %s", error)
+                if id(sink) not in self._failed:
+                    self._failed.add(id(sink))
+                    log.warning("a sink failed at step %d and is not reported again: %s", step, error)

@@ -11,8 +11,9 @@ import partita
 from partita.engine import Stats
 from partita.engine.backends.native import library as native_library
 from partita.engine.backends.native import statistics as native_tally
-from partita.monitor.probes import FirstKey, Scores
-from partita.monitor.tally import Tally, blocks
+from partita.monitor.accumulator import Accumulator, blocks
+from partita.monitor.measure import FirstKey
+from partita.monitor.scores import Scores
 
 needs_native = pytest.mark.skipif(native_library.load() is None, reason="no native library")
 FIELDS = ("sums", "peak", "length", "histogram", "bands")
@@ -36,8 +37,8 @@ def rows_of(seed: int, batch: int, heads: int, n: int, dim: int) -> tuple[Stats,
     return Stats(log_z, entropy, log_z, uniform(batch, heads, n), top, visible), Scores(query, key, 0.3)
 
 
-def both(stats: Stats, call: Scores, keep: torch.Tensor | None, *, given_sink: bool) -> tuple[Tally, Tally]:
-    mine, plain = (Tally(call.heads, torch.device("cpu"), True) for _ in range(2))
+def both(stats: Stats, call: Scores, keep: torch.Tensor | None, *, given_sink: bool) -> tuple[Accumulator, Accumulator]:
+    mine, plain = (Accumulator(call.heads, torch.device("cpu"), True) for _ in range(2))
     first = FirstKey(call, stats.log_partition)
     totals = native_tally.Totals(*(getattr(mine, name) for name in FIELDS))
     rows = (stats.entropy, stats.log_partition, stats.score_variance, stats.max_score, stats.visible)
@@ -71,30 +72,30 @@ def test_both_ways_of_adding_agree(
 @needs_native
 def test_rows_the_library_does_not_serve_are_left_to_torch() -> None:
     stats, call = rows_of(0, 2, 3, 8, 4)
-    tally = Tally(3, torch.device("cpu"), True)
+    part = Accumulator(3, torch.device("cpu"), True)
     wide = Stats(*(t.double() for t in stats))
-    totals = native_tally.Totals(*(getattr(tally, name) for name in FIELDS))
+    totals = native_tally.Totals(*(getattr(part, name) for name in FIELDS))
     rows = (wide.entropy, wide.log_partition, wide.score_variance, wide.max_score, wide.visible)
     assert not native_tally.add_rows(totals, *rows, FirstKey(call, stats.log_partition).mass().double(), None)
-    assert tally.sums.abs().sum() == 0
-    tally.add(wide, FirstKey(call, wide.log_partition), None)
-    assert tally.sums[0].sum() > 0
+    assert part.sums.abs().sum() == 0
+    part.add(wide, FirstKey(call, wide.log_partition), None)
+    assert part.sums[0].sum() > 0
     with pytest.raises(ValueError, match="sums must be contiguous float64"):
-        native_tally.add_rows(totals._replace(sums=tally.sums.float()), *(stats.entropy,) * 6, None)
+        native_tally.add_rows(totals._replace(sums=part.sums.float()), *(stats.entropy,) * 6, None)
 
 
 def test_layers_and_steps_finished_together_are_those_finished_alone() -> None:
-    tallies = []
+    parts = []
     for step in range(2):
         for layer, heads in enumerate((2, 5, 1)):
             stats, call = rows_of(step * 10 + layer, 2, heads, 20, 4)
-            tally = Tally(heads, torch.device("cpu"), True)
-            tally.add(stats, FirstKey(call, stats.log_partition), None)
-            tally.add_sample(torch.rand(2, heads, 4, 9).softmax(-1), None)
-            tallies.append((step, layer, tally))
-    together = blocks(tallies)
-    assert [(b.step, b.layer) for b in together] == [(s, layer) for s, layer, _ in tallies]
-    for block, one in zip(together, tallies, strict=True):
+            part = Accumulator(heads, torch.device("cpu"), True)
+            part.add(stats, FirstKey(call, stats.log_partition), None)
+            part.add_sample(torch.rand(2, heads, 4, 9).softmax(-1), None)
+            parts.append((step, layer, part))
+    together = blocks(parts)
+    assert [(b.step, b.layer) for b in together] == [(s, layer) for s, layer, _ in parts]
+    for block, one in zip(together, parts, strict=True):
         (alone,) = blocks([one])
         assert list(block.bands) == list(alone.bands)
         torch.testing.assert_close(torch.tensor(block.values), torch.tensor(alone.values), equal_nan=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from partita.engine import Stats
 from partita.engine.backends.native import statistics as native_tally
 from partita.engine.backends.native.statistics import BANDS, BINS
+from partita.monitor import ranges
 from partita.monitor.record import BAND_COLUMNS, COLUMNS, Block
 
 SUMS = (
@@ -27,6 +28,7 @@ SUMS = (
     "top_mass",
     "visible",
 )
+QUANTILES = tuple(name for name in COLUMNS if name.endswith(("_p05", "_p50", "_p95")))
 
 
 class Sink(Protocol):
@@ -37,7 +39,7 @@ class Sink(Protocol):
     def mass(self) -> Tensor: ...
 
 
-class Tally:
+class Accumulator:
     """Memory O(heads): no row and no map is kept."""
 
     def __init__(self, heads: int, device: torch.device, training: bool) -> None:
@@ -145,7 +147,7 @@ class Tally:
         self.gram += centred @ centred.T
         self._alike = None
 
-    def borrow(self, other: Tally) -> None:
+    def borrow(self, other: Accumulator) -> None:
         """Take the sampled numbers of an earlier step."""
         self.gram, self.sampled, self.strongest, self.keys = other.gram, other.sampled, other.strongest, other.keys
         self._alike = other.twins()
@@ -180,44 +182,52 @@ def _quantiles(histogram: Tensor, rows: Tensor, levels: Sequence[float]) -> Tens
     return torch.where(rows > 0, value[..., 0], torch.nan)
 
 
-def blocks(tallies: Sequence[tuple[int, int, Tally]]) -> list[Block]:
-    """Finished rows of (step, layer, tally), all heads worked on side by side; a mean over no row is NaN."""
-    if not tallies:
+def blocks(parts: Sequence[tuple[int, int, Accumulator]], wrong: list[ranges.Impossible] | None = None) -> list[Block]:
+    """Finished rows of (step, layer, sums), all heads worked on side by side; a mean over no row is NaN.
+
+    What cannot be is NaN too, and is added to `wrong`.
+    """
+    if not parts:
         return []
-    all_ = [tally for _, _, tally in tallies]
-    if len({t.sums.device for t in all_}) > 1:  # a model over several devices
-        return [block for one in tallies for block in blocks([one])]
-    sums = dict(zip(SUMS, torch.cat([t.sums for t in all_], 1), strict=True))
+    sums = [part for _, _, part in parts]
+    if len({part.sums.device for part in sums}) > 1:  # a model over several devices
+        return [block for one in parts for block in blocks([one], wrong)]
+    column = _columns(sums)
+    place = [(step, layer, head) for step, layer, part in parts for head in range(part.heads)]
+    faults = [ranges.Impossible(*place[at], name, value) for name, at, value in ranges.check(column)]
+    if wrong is not None:
+        wrong += faults
+    table = torch.stack([column[name] for name in COLUMNS], -1).tolist()
+    bands = torch.cat([part.bands for part in sums], 1)  # (column, heads, band)
+    means = torch.cat([bands[:1], bands[1:] / bands[:1].clamp(min=1)])
+    sick = {place.index((f.step, f.layer, f.head)) for f in faults}
+    means[1:, sorted(sick)] = torch.nan  # bands are parts of the same sums
+    shown = means.permute(1, 2, 0).tolist()  # [head][band][column]
+    out, start = [], 0
+    for step, layer, part in parts:
+        heads = range(start, start + part.heads)
+        filled = [i for i in range(BANDS) if any(shown[h][i][0] > 0 for h in heads)]
+        values = array("d", [x for h in heads for x in table[h]])
+        inside = {i: array("d", [x for h in heads for x in shown[h][i]]) for i in filled}
+        out.append(Block(step, layer, part.training, values, inside))
+        start += part.heads
+    return out
+
+
+def _columns(parts: Sequence[Accumulator]) -> dict[str, Tensor]:
+    """Every column of the record, for the heads of all parts one after the other."""
+    sums = dict(zip(SUMS, torch.cat([t.sums for t in parts], 1), strict=True))
     rows = sums["rows"]
     none = torch.where(rows > 0, rows, torch.nan)
     column = {name: total / none for name, total in sums.items()}
     column |= {name: sums[name] for name in ("rows", "single", "nonfinite")}
-    column["length"] = torch.cat([t.length for t in all_])
-    peak = torch.cat([t.peak for t in all_])
+    column["length"] = torch.cat([t.length for t in parts])
+    peak = torch.cat([t.peak for t in parts])
     column["max_score"] = torch.where(peak.isneginf(), torch.nan, peak)
-    levels = _quantiles(torch.cat([t.histogram for t in all_]), rows, (0.05, 0.5, 0.95))
-    column |= dict(
-        zip(("normalized_entropy_p05", "normalized_entropy_p50", "normalized_entropy_p95"), levels, strict=True)
-    )
-    sampled = torch.cat([t.sampled for t in all_], 1)
+    levels = _quantiles(torch.cat([t.histogram for t in parts]), rows, (0.05, 0.5, 0.95))
+    column |= dict(zip(QUANTILES, levels, strict=True))
+    sampled = torch.cat([t.sampled for t in parts], 1)
     column["sink_top"] = sampled[1] / torch.where(sampled[0] > 0, sampled[0], torch.nan)
-    column["sink_key"] = torch.cat([t.strongest for t in all_])
-    column["twin"], column["twin_similarity"] = (torch.cat(x) for x in zip(*(t.twins() for t in all_), strict=True))
-    table = torch.stack([column[name] for name in COLUMNS], -1).tolist()
-    bands = torch.cat([t.bands for t in all_], 1)  # (column, heads, band)
-    means = torch.cat([bands[:1], bands[1:] / bands[:1].clamp(min=1)]).permute(1, 2, 0).tolist()  # [head][band][column]
-    out, start = [], 0
-    for step, layer, tally in tallies:
-        heads = range(start, start + tally.heads)
-        filled = [i for i in range(BANDS) if any(means[h][i][0] > 0 for h in heads)]
-        out.append(
-            Block(
-                step,
-                layer,
-                tally.training,
-                array("d", [x for h in heads for x in table[h]]),
-                {i: array("d", [x for h in heads for x in means[h][i]]) for i in filled},
-            )
-        )
-        start += tally.heads
-    return out
+    column["sink_key"] = torch.cat([t.strongest for t in parts])
+    column["twin"], column["twin_similarity"] = (torch.cat(x) for x in zip(*(t.twins() for t in parts), strict=True))
+    return column

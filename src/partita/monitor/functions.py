@@ -1,0 +1,264 @@
+"""Where a model's softmaxes pass: torch functions and partita's faces, seen by a function mode of one thread.
+
+`multi_head_attention_forward` runs with the mode off, so that its inner calls are caught by wrappers in
+torch.nn.functional, for this thread and for the time of that one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+import partita
+from partita.interception import SDPA, Patch
+from partita.monitor import kernel
+from partita.monitor.losses import FACES
+from partita.monitor.modules import is_attention
+from partita.monitor.scores import Scores, partita_scores, sdpa_scores
+
+if TYPE_CHECKING:
+    from partita.monitor.handle import Watch
+
+SOFTMAX = Patch(F, "softmax")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
+
+
+def in_backward() -> bool:
+    """Inside autograd's backward: a forward there is a recomputation (checkpointing) and was counted before."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+class FunctionMode(TorchFunctionMode):
+    """Calls the function asked for, then lets the watch look at its arguments."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+        self._inside: tuple[int, bool] | None = None  # heads and cross of the MultiheadAttention being run
+        self._by_hand: list[weakref.ref[Tensor]] = []  # softmaxes that may turn out to be attention
+        products = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
+        self.table: dict[Any, Callable[..., Any]] = {
+            torch._C._nn.scaled_dot_product_attention: self._sdpa,
+            F.multi_head_attention_forward: self._multi_head,
+            **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), self._softmax),
+            **dict.fromkeys(products, self._product),
+            F.dropout: self._dropout,
+            **dict.fromkeys(FACES, self._loss),
+            partita.attention: self._partita,
+        }
+        # a reader that is not overridable still ends in the engine's operator
+        self.table[torch.ops.partita.reduce.default] = self._reduce
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = self.table.get(func)  # most calls, an optimizer's above all, end here
+        if handler is None or torch.compiler.is_compiling() or not self.watch.listening() or in_backward():
+            return func(*args, **kwargs)
+        return handler(func, args, kwargs)
+
+    # ---- on and off, wherever it lies in the stack of modes ----------------------------------------------------------
+
+    def on(self) -> None:
+        _push_mode(self)
+
+    def off(self) -> bool:
+        """Take this mode out of the thread's stack; False where it was not in it."""
+        modes = _get_current_function_mode_stack()
+        if not any(mode is self for mode in modes):
+            return False
+        above = []
+        while (top := _pop_mode()) is not self:
+            above.append(top)
+        for mode in reversed(above):
+            _push_mode(mode)
+        return True
+
+    @contextlib.contextmanager
+    def without(self) -> Iterator[None]:
+        """As if nobody watched: torch's fast paths ask whether any mode is on."""
+        modes = _get_current_function_mode_stack()
+        place = next((i for i, mode in enumerate(modes) if mode is self), None)
+        if place is None:
+            yield
+            return
+        above = len(modes) - place - 1
+        self.off()
+        try:
+            yield
+        finally:
+            later = [_pop_mode() for _ in range(above)]
+            _push_mode(self)
+            for mode in reversed(later):
+                _push_mode(mode)
+
+    # ---- attention -------------------------------------------------------------------------------------------------
+
+    def _sdpa(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind, cross = ("sdpa", None) if self._inside is None else ("MultiheadAttention", self._inside[1])
+        every = self.watch.options.rows is None and self.watch.options.layers is None and not self.watch.outside()
+        served = kernel.serve(args, kwargs) if every and self.watch.kernel == "partita" else None
+        out, stats = served if served is not None else (func(*args, **kwargs), None)
+        look: Any = self._look_sdpa
+        self.watch.guard(lambda: look(*args, **kwargs, kind=kind, cross=cross, stats=stats))
+        return out
+
+    def _look_sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        kind: str,
+        cross: bool | None,
+        stats: Any,
+    ) -> None:
+        if self.watch.outside() or query.is_nested:
+            return
+        scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        self.watch.observer.attend(
+            kind, query.shape, lambda: sdpa_scores(query, key, attn_mask, is_causal, scale), cross, stats
+        )
+
+    def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """MultiheadAttention: wrappers see its SDPA call, or its softmax where weights are returned."""
+        heads, cross = args[4], args[0] is not args[1]
+
+        def sdpa(inner: Callable[..., Any], *a: Any, **k: Any) -> Any:
+            with self:  # whatever serves it, torch or partita, is seen as everywhere else
+                return inner(*a, **k)
+
+        def softmax(inner: Callable[..., Any], scores: Tensor, *a: Any, **k: Any) -> Any:
+            out = inner(scores, *a, **k)
+            self.watch.guard(lambda: self._look_scores(scores, heads, "MultiheadAttention", cross))
+            return out
+
+        before, self._inside = self._inside, (heads, cross)
+        wrappers = [(patch, patch.add(wrap)) for patch, wrap in ((SDPA, sdpa), (SOFTMAX, softmax))]
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for patch, wrapper in wrappers:
+                patch.remove(wrapper)
+            self._inside = before
+
+    def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        scores = args[0] if args else kwargs.get("input")
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if (
+            isinstance(scores, Tensor)
+            and scores.dim() in (3, 4)
+            and dim in (-1, scores.dim() - 1)
+            and scores.is_floating_point()
+        ):
+            self.watch.guard(lambda: self._look_softmax(scores, out))
+        return out
+
+    def _look_softmax(self, scores: Tensor, out: Tensor) -> None:
+        top = self.watch.top()
+        if top is None or self.watch.outside():
+            return
+        if not is_attention(top.name, top.module):
+            # a router, a gate, an output; or attention that does not say so, which the next product will tell
+            self._by_hand = [ref for ref in self._by_hand[-7:] if ref() is not None] + [weakref.ref(out)]
+            return
+        heads = next((h for n in HEADS if isinstance(h := getattr(top.module, n, None), int)), 1)
+        self._look_scores(scores, heads, "softmax", None)
+
+    def _dropout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if self._by_hand and args and any(ref() is args[0] for ref in self._by_hand):
+            self._by_hand.append(weakref.ref(out))
+        return out
+
+    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A softmax times something is attention, whatever its module is called."""
+        known = self._by_hand if not self.watch.outside() else ()
+        if any(ref() is given for ref in known for given in args):
+            self.watch.observer.passed_over()
+        return func(*args, **kwargs)
+
+    def _look_scores(self, scores: Tensor, heads: int, kind: str, cross: bool | None) -> None:
+        if self.watch.outside():
+            return
+        if scores.dim() == 3:
+            heads = heads if scores.shape[0] % heads == 0 else 1
+            scores = scores.unflatten(0, (-1, heads))
+        final = scores.detach()
+        self.watch.observer.attend(kind, final.shape, lambda: Scores(None, None, scores=final), cross)
+
+    def _partita(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """partita.attention is called as it was; its statistics are asked for beside it, unless the caller did."""
+        out = func(*args, **kwargs)
+        if kwargs.get("group") is None:  # else its keys lie on other ranks too, which may not be watched
+            stats = out[1] if kwargs.get("return_stats") else None
+            look: Any = self._look_partita
+            self.watch.guard(lambda: look(*args, **kwargs, stats=stats))
+        return out
+
+    def _look_partita(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: Any = None,
+        enable_gqa: bool = False,
+        *,
+        support: Any = None,
+        bias: Any = None,
+        softcap: float | None = None,
+        stats: Any = None,
+        **_: Any,
+    ) -> None:
+        if self.watch.outside():
+            return
+
+        def scores() -> Scores:
+            return partita_scores(
+                query, key, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+                support=support, bias=bias, softcap=softcap,
+            )  # fmt: skip
+
+        cross = None if self._inside is None else self._inside[1]
+        self.watch.observer.attend("partita", query.shape, scores, cross, stats)
+
+    def _reduce(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        self.watch.guard(lambda: self._look_reduce(*args))
+        return out
+
+    def _look_reduce(self, *args: Any) -> None:
+        query, key, value, scale, bias, target, support, _, softcap, *_ = args
+        if value is None or target is not None or support or query.dim() != 4 or self.watch.outside():
+            return
+        bias = None if bias is None else bias.detach()
+        call = Scores(query.detach(), key.detach(), scale.detach(), bias, softcap=softcap)
+        self.watch.observer.attend("partita", query.shape, lambda: call, None)
+
+    # ---- losses ----------------------------------------------------------------------------------------------------
+
+    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's call as it is; then the loss itself is asked for its statistics."""
+        out = func(*args, **kwargs)
+        if kwargs.get("group") is None:
+            name, ask = FACES[func]
+            self.watch.guard(lambda: self.watch.observer.lose(name, ask(*args, **kwargs)))
+        return out

@@ -1,0 +1,158 @@
+"""What is measured at a softmax: row statistics by the streaming engine, and a few rows looked at closely.
+
+Nothing of size n_query * n_key is built, except for a sample of rows kept under `SAMPLE` numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita import Stats
+from partita.monitor.accumulator import Accumulator
+from partita.monitor.scores import Scores, raised
+
+SAMPLE = 100_000  # probabilities looked at closely in one call
+CHUNK = 2_000_000  # elements of a mask converted at once
+FACTORS = (0.25, 0.5, 0.7071, 1.0, 1.4142, 2.0, 4.0)
+MAP = 128
+
+
+def evenly(count: int, wanted: int, phase: float, device: torch.device) -> Tensor:
+    """`wanted` indices, evenly spaced; the phase moves with the step, so that every row has its turn."""
+    return ((torch.arange(wanted, device=device) + phase) * (count / wanted)).long().clamp_(max=count - 1)
+
+
+def measure(call: Scores, sums: Accumulator, *, rows: int | None, phase: float, stats: Any = None) -> None:
+    """Add the call's rows to the sums; `stats` where the call came with them."""
+    n = call.n_query
+    if rows is not None and rows < n:
+        call, stats = call.take(None, evenly(n, rows, phase, call.first.device)), None
+        n = rows
+    if stats is not None:
+        _add(call, sums, stats)
+        return
+    dense = call.mask if call.scores is None else call.scores
+    step = n
+    if dense is not None and dense.shape[2] > 1 and dense.dtype != torch.bool:  # converted a few rows at a time
+        step = max(1, min(n, CHUNK // max(1, dense.shape[0] * dense.shape[1] * dense.shape[3])))
+    for start in range(0, n, step):
+        part = call if step == n else call.take(None, slice(start, min(start + step, n)))
+        _add(part, sums, part.gibbs().stats())
+
+
+def _add(part: Scores, sums: Accumulator, stats: Stats) -> None:
+    found = Stats(*(t.reshape(part.shape) if t.dim() != 3 and t.numel() > 1 else t.expand(part.shape) for t in stats))
+    sums.add(found, FirstKey(part, found.log_partition), part.keep)
+
+
+@dataclass(frozen=True)
+class FirstKey:
+    """The mass on key 0, which plain attention lets the accumulator compute."""
+
+    call: Scores
+    log_partition: Tensor  # (batch, heads, n_query)
+
+    def given(self) -> Tensor | tuple[Tensor, Tensor, float]:
+        c = self.call
+        simple = c.mask is None and c.support is None and not c.softcap and isinstance(c.scale, (int, float))
+        if simple and c.query is not None and c.key is not None and c.key.shape[1] == c.heads and c.n_key > 0:
+            return c.query, c.key, float(c.scale)
+        return self.mass()
+
+    def mass(self) -> Tensor:
+        if self.call.n_key == 0:
+            return torch.zeros_like(self.log_partition)
+        return self.call.first_key(self.log_partition).expand(self.log_partition.shape)
+
+
+def sample(call: Scores) -> Scores:
+    """Evenly spaced rows of a few batch entries, few enough to look at densely; all rows where they are few."""
+    per_row = max(1, call.heads * call.n_key)
+    budget = max(4, SAMPLE // per_row)
+    batch = call.batch if call.batch * call.n_query <= budget else min(call.batch, max(1, budget // 16))
+    rows = min(call.n_query, max(4, budget // batch))
+    device = call.first.device
+    few = call.take(evenly(call.batch, batch, 0.5, device), evenly(call.n_query, rows, 0.5, device))
+    if few.query is None or few.key is None:
+        return few
+    return replace(few, query=raised(few.query), key=raised(few.key))  # weights come in the dtype of the query
+
+
+def look(call: Scores, sums: Accumulator) -> None:
+    """Strongest keys and likeness of heads, from a sample of rows."""
+    part = sample(call)
+    probs = part.gibbs().probs().float().nan_to_num(0.0)
+    sums.add_sample(probs.expand(part.batch, part.heads, part.n_query, part.n_key), part.keep)
+
+
+def curve(call: Scores, step: int, layer: int) -> dict[str, Any]:
+    """Entropy of sampled rows at several factors of the present scale: mean and 10 to 90 % of the rows, per head."""
+    part = sample(call)
+    columns: dict[str, list[list[float]]] = {"mean": [], "p10": [], "p90": []}
+    rows = 0
+    for factor in FACTORS:
+        gibbs = part.gibbs(factor)
+        stats = gibbs.stats()
+        shape = (part.batch, part.heads, part.n_query)
+        good = (stats.visible.expand(shape) >= 2) & torch.isfinite(stats.entropy.expand(shape))
+        if part.keep is not None:
+            good = good & part.keep[:, None, :]
+        values = (
+            torch.where(good, stats.entropy.expand(shape), torch.nan).transpose(0, 1).reshape(part.heads, -1).float()
+        )
+        rows = int(good[:, 0].sum())
+        columns["mean"].append(values.nanmean(-1).tolist())
+        low, high = torch.nanquantile(values, values.new_tensor([0.1, 0.9]), dim=-1)
+        columns["p10"].append(low.tolist())
+        columns["p90"].append(high.tolist())
+    per_head = {name: [list(row) for row in zip(*values, strict=True)] for name, values in columns.items()}
+    scale = None if call.scores is not None else float(torch.as_tensor(call.scale).double().mean())
+    return {"step": step, "layer": layer, "factors": list(FACTORS), "rows": rows, "scale": scale, **per_head}
+
+
+def pooled_map(call: Scores, head: int, step: int, layer: int) -> dict[str, Any]:
+    """p(j|i) of one head and the first batch entry, pooled to at most 128 x 128 while streaming over rows."""
+    n, m = call.n_query, call.n_key
+    rows, columns = min(n, MAP), min(m, MAP)
+    device = call.first.device
+    to_column = (torch.arange(m, device=device) * columns) // m
+    to_row = (torch.arange(n, device=device) * rows) // n
+    total = torch.zeros(rows, columns, dtype=torch.float64, device=device)
+    first = torch.zeros(1, dtype=torch.long, device=device)
+    mine = call.head(head)
+    tall = max(1, 4 * SAMPLE // m)
+    for start in range(0, n, tall):
+        stop = min(n, start + tall)
+        probs = (
+            mine.take(first, slice(start, stop))
+            .gibbs()
+            .probs()
+            .float()
+            .nan_to_num(0.0)
+            .expand(1, 1, stop - start, m)[0, 0]
+            .double()
+        )
+        by_column = torch.zeros(stop - start, columns, dtype=torch.float64, device=device).index_add_(
+            1, to_column, probs
+        )
+        total.index_add_(0, to_row[start:stop], by_column)
+    total /= torch.bincount(to_row, minlength=rows)[:, None]
+    peak = float(total.max())
+    # square root: small weights keep some of the 8 bits
+    cells = ((total / max(peak, 1e-12)).sqrt() * 255).round().to(torch.uint8).flatten().tolist()
+    return {
+        "step": step,
+        "layer": layer,
+        "head": head,
+        "rows": rows,
+        "columns": columns,
+        "n_query": n,
+        "n_key": m,
+        "peak": peak,
+        "data": base64.b64encode(bytes(cells)).decode(),
+    }

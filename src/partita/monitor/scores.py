@@ -1,0 +1,241 @@
+"""The scores of one softmax, in canonical form and not written out: what is measured asks a Gibbs made of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita import Gibbs, support
+from partita.attn.problem import Problem
+from partita.support import Support
+
+WHOLE = 1 << 26  # cells of a support or of a position bias that may be written out for a close look
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One call. Either query and key, or finished scores (then query and key are None)."""
+
+    query: Tensor | None  # (batch, heads, n_query, dim)
+    key: Tensor | None  # (batch, key heads, n_key, dim)
+    scale: Any = 1.0  # a number, or a tensor (batch, heads, n_query), each 1 where it does not matter
+    mask: Tensor | None = None  # bool (True: visible) or added; broadcasts to (batch, heads, n_query, n_key)
+    causal: bool = False  # top left
+    support: Support | None = None
+    softcap: float | None = None
+    scores: Tensor | None = None  # (batch, heads, n_query, n_key)
+    keep: Tensor | None = None  # (batch, n_query): real queries
+
+    @property
+    def first(self) -> Tensor:
+        first = self.query if self.scores is None else self.scores
+        assert first is not None
+        return first
+
+    @property
+    def batch(self) -> int:
+        return self.first.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.first.shape[1]
+
+    @property
+    def n_query(self) -> int:
+        return self.first.shape[2]
+
+    @property
+    def n_key(self) -> int:
+        last = self.key if self.scores is None else self.scores.mT
+        assert last is not None
+        return last.shape[2]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.batch, self.heads, self.n_query
+
+    def take(self, batch: Tensor | None, rows: Tensor | slice) -> Scores:
+        """The same call for some batch entries and some rows; which keys they see is written out."""
+        pick = slice(None) if batch is None else batch
+
+        def both(t: Tensor | None, dim: int = 2) -> Tensor | None:
+            if t is None:
+                return None
+            t = t[pick] if t.shape[0] > 1 else t
+            if t.shape[dim] == 1:
+                return t
+            if isinstance(rows, slice):
+                return t.narrow(dim, rows.start, rows.stop - rows.start)
+            return t.index_select(dim, rows)
+
+        mask = both(self.mask)
+        for seen in (self._causal_rows(rows), both(self._written_out())):
+            mask = hide(mask, seen)
+        scale = both(self.scale) if isinstance(self.scale, Tensor) else self.scale
+        key = self.key if self.key is None or batch is None else self.key[pick]
+        keep = None if self.keep is None else self.keep[pick][:, rows]
+        return Scores(both(self.query), key, scale, mask, False, None, self.softcap, both(self.scores), keep)
+
+    def _causal_rows(self, rows: Tensor | slice) -> Tensor | None:
+        if not self.causal:
+            return None
+        device = self.first.device
+        index = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
+        return (index[:, None] >= torch.arange(self.n_key, device=device))[None, None]
+
+    def _written_out(self) -> Tensor | None:
+        if self.support is None:
+            return None
+        if self.n_query * self.n_key > WHOLE:
+            raise ValueError(f"a support of {self.n_query} x {self.n_key} keys is too large for a close look")
+        return self.support.dense(self.n_query, self.n_key, (self.batch, self.heads), self.first.device)
+
+    def head(self, index: int) -> Scores:
+        """The same call for one head."""
+
+        def one(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t if t.shape[1] == 1 else t[:, index * t.shape[1] // self.heads :][:, :1]
+
+        mask = hide(self.mask, self._written_out())
+        scale = one(self.scale) if isinstance(self.scale, Tensor) else self.scale
+        return replace(
+            self, query=one(self.query), key=one(self.key), scale=scale, mask=one(mask), support=None,
+            scores=one(self.scores),
+        )  # fmt: skip
+
+    def gibbs(self, factor: float = 1.0) -> Gibbs:
+        """The distribution; `factor` multiplies the scale (the bias stays)."""
+        if self.scores is not None:
+            s = raised(self.scores) if factor == 1.0 else raised(self.scores) * factor
+            s = torch.where(self.scores <= invisible(self.scores.dtype), -torch.inf, s)
+            zero = s.new_zeros(1, 1, 1, 1)
+            return Gibbs(zero.expand(1, 1, self.n_query, 1), zero.expand(1, 1, self.n_key, 1), bias=s)
+        assert self.query is not None
+        assert self.key is not None
+        seen, bias = support.all() if self.support is None else self.support, None
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            seen = seen & support.mask(self.mask)
+        elif self.mask is not None:
+            bias = torch.where(self.mask <= invisible(self.mask.dtype), -torch.inf, raised(self.mask))
+        if self.causal:
+            seen = seen & support.causal()
+        grouped = self.key.shape[1] != self.query.shape[1]
+        return Gibbs(
+            self.query, self.key, scale=self.scale * factor, bias=bias, support=seen, softcap=self.softcap,
+            grouped=grouped,
+        )  # fmt: skip
+
+    def first_key(self, log_partition: Tensor) -> Tensor:  # (batch, heads, n_query)
+        """Mass on key 0: exp(score_i0 - log Z_i), 0 where it is not visible."""
+        if self.scores is not None:
+            score = self.scores[..., 0]
+            mass = (score.to(log_partition.dtype) - log_partition).exp()
+            return torch.where(score <= invisible(score.dtype), 0.0, mass)
+        if self.support is not None:  # who sees key 0 is the support's affair
+            return (-self.gibbs().nll(torch.zeros(self.shape, dtype=torch.long, device=self.first.device))).exp()
+        assert self.query is not None
+        assert self.key is not None
+        head = self.key[:, :, 0, :].repeat_interleave(self.heads // self.key.shape[1], 1)
+        score = (self.query.to(log_partition.dtype) @ head.to(log_partition.dtype)[..., None])[..., 0] * self.scale
+        if self.softcap:
+            score = self.softcap * torch.tanh(score / self.softcap)
+        if self.mask is None:
+            return (score - log_partition).exp()
+        column = self.mask[..., 0]
+        if column.dtype == torch.bool:
+            return torch.where(column, (score - log_partition).exp(), 0.0)
+        mass = (score + column.to(score.dtype) - log_partition).exp()
+        return torch.where(column <= invisible(column.dtype), 0.0, mass)
+
+
+def raised(t: Tensor) -> Tensor:
+    """In float32, or float64 if it is."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def invisible(dtype: torch.dtype) -> float:
+    """Added values at or below this hide a key: the dtype's minimum (and sums with it), and the -1e9 of older code."""
+    return max(torch.finfo(dtype).min / 2, -1e8)
+
+
+def hide(mask: Tensor | None, seen: Tensor | None) -> Tensor | None:
+    """A mask, boolean or added, that also hides what is not seen."""
+    if mask is None or seen is None:
+        return seen if mask is None else mask
+    return mask & seen if mask.dtype == torch.bool else torch.where(seen, mask, -torch.inf)
+
+
+def sdpa_scores(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: Any, softcap: float | None = None
+) -> Scores:
+    """Any shape SDPA takes, as (batch, heads, n, dim)."""
+    query, key = query.detach(), key.detach()
+    mask = None if mask is None else mask.detach()
+    rank = query.dim()
+    if isinstance(scale, Tensor):
+        scale = scale.detach()
+        while scale.dim() < rank - 1:
+            scale = scale[None]
+    if rank == 2:
+        query, key = query[None, None], key[None, None]
+        scale = scale[None, None] if isinstance(scale, Tensor) else scale
+    elif rank == 3:
+        query, key = query[:, None], key[:, None]
+        mask = mask[:, None] if mask is not None and mask.dim() == 3 else mask
+        scale = scale[:, None] if isinstance(scale, Tensor) else scale
+    elif rank > 4:
+        lead = query.shape[:-3]
+        if mask is not None and mask.dim() > 3:
+            mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, rank - 4)
+        if isinstance(scale, Tensor):
+            scale = scale.expand(*lead, *scale.shape[-2:]).flatten(0, rank - 4)
+        query, key = query.flatten(0, rank - 4), key.flatten(0, rank - 4)
+    while mask is not None and mask.dim() < 4:
+        mask = mask[None]
+    return Scores(query, key, scale, mask, causal, None, softcap)
+
+
+def partita_scores(query: Tensor, key: Tensor, **options: Any) -> Scores:
+    """A call of partita.attention: its own reading of its arguments, its policy asked with all that it can see."""
+    causal = bool(options.get("is_causal", False))
+    problem = Problem.of(query.detach(), key.detach(), **options)
+    scale = problem.resolved().scale
+    n_query, n_key, lead = query.shape[-2], key.shape[-2], query.shape[:-2]
+    mask, seen = problem.bias, options.get("support")
+    if problem.rule is not None:
+        if math.prod(lead) * n_query * n_key > WHOLE:
+            raise ValueError(f"a position bias of {n_query} x {n_key} is too large for a close look")
+        rule = problem.rule.dense(n_query, n_key, query.detach())
+        mask = rule if mask is None else mask + rule
+    shown = options.get("attn_mask")
+    mask = hide(mask, shown if shown is not None and shown.dtype == torch.bool else None)
+    if seen is not None and query.dim() != 4:  # it speaks of batch dimensions that change here
+        mask, seen = hide(mask, seen.dense(n_query, n_key, lead, query.device)), None
+    call = sdpa_scores(query, key, mask, causal, scale, problem.softcap)
+    return replace(call, support=seen)
+
+
+def self_padding(call: Scores) -> Tensor | None:
+    """Padded queries of self-attention, read off the mask: a token that may not see itself is padding.
+
+    Where no token may see itself the mask means something else, and nothing is left out.
+    """
+    if call.n_query != call.n_key:
+        return None
+    seen = None
+    dense = call.mask if call.scores is None else call.scores
+    if dense is not None:
+        line = dense[:, 0, 0] if dense.shape[2] == 1 else dense[:, 0].diagonal(dim1=-2, dim2=-1)
+        seen = line if line.dtype == torch.bool else line > invisible(line.dtype)
+    if call.support is not None and call.n_query * call.n_key <= WHOLE // 4:
+        shown = call.support.dense(call.n_query, call.n_key, (call.batch, call.heads), call.first.device)
+        shown = shown[:, 0].diagonal(dim1=-2, dim2=-1)
+        seen = shown if seen is None else seen & shown
+    if seen is None:
+        return None
+    seen = seen.expand(call.batch, call.n_query)
+    return seen | ~seen.any(-1, keepdim=True)

@@ -1,0 +1,170 @@
+"""Every number that watch records, of random models of every entry point, against scores written out in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from random_models import Case, random_case
+from torch import Tensor
+
+import partita
+from partita.monitor import COLUMNS
+from partita.monitor.record import BAND_COLUMNS, Block
+
+pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")
+FAST, ALL = 60, 600
+BIN = 1 / 256  # of the histogram that quantiles are read from
+
+
+class Truth:
+    """Columns of one softmax, dense, in float64; rows that see one key stand apart."""
+
+    def __init__(self, scores: Tensor, keep: Tensor | None) -> None:
+        s = scores.double()
+        self.batch, self.heads, self.n, self.n_key = s.shape
+        self.visible = (s > -math.inf).sum(-1)
+        some = self.visible > 0
+        self.p = torch.softmax(torch.where(some[..., None], s, 0.0), -1)
+        self.entropy = -torch.where(self.p > 0, self.p * self.p.clamp(min=1e-300).log(), 0.0).sum(-1)
+        self.normal = self.entropy / self.visible.clamp(min=2).double().log()
+        held = torch.where(s > -math.inf, s, 0.0)
+        mean = (self.p * held).sum(-1, keepdim=True)
+        real = torch.ones_like(some) if keep is None else keep[:, None, :].expand_as(some)
+        self.there, self.good = real & some, real & (self.visible >= 2)
+        self.rows: dict[str, Tensor] = {
+            "entropy": self.entropy,
+            "normalized_entropy": self.normal,
+            "effective_width": self.entropy.exp(),
+            "log_partition": torch.logsumexp(s, -1),
+            "score_variance": (self.p * (held - mean) ** 2).sum(-1),
+            "sink_first": self.p[..., 0] * (s[..., 0] > -math.inf),
+            "top_mass": self.p.amax(-1),
+            "visible": self.visible.double(),
+        }
+        self.largest = torch.where(self.there, s.amax(-1), -math.inf).amax((0, 2))
+        self.size = max(1.0, float(torch.where(self.there[..., None], held, 0.0).abs().max()))
+
+    def means(self) -> dict[str, Tensor]:
+        count = self.good.sum((0, 2)).double()
+        out = {name: torch.where(self.good, x, 0.0).sum((0, 2)) / count for name, x in self.rows.items()}
+        out["rows"], out["nonfinite"] = count, torch.zeros_like(count)
+        out["single"] = (self.there & (self.visible == 1)).sum((0, 2)).double()
+        out["length"] = torch.where(self.there, self.visible, 0).amax((0, 2)).double()
+        out["max_score"] = torch.where(self.largest.isneginf(), math.nan, self.largest)
+        return out
+
+    def key_mass(self) -> Tensor:  # (heads, n_key)
+        return (
+            torch.where(self.there[..., None], self.p, 0.0).sum((0, 2)) / self.there.sum((0, 2)).clamp(min=1)[:, None]
+        )
+
+    def likeness(self) -> Tensor:  # (heads, heads)
+        seen = self.p > 0
+        centred = torch.where(seen & self.there[..., None], self.p - 1 / self.visible.clamp(min=1)[..., None], 0.0)
+        flat = centred.transpose(0, 1).flatten(1)
+        gram = flat @ flat.T
+        norm = gram.diagonal().sqrt()
+        like = gram / torch.outer(norm, norm)
+        like.fill_diagonal_(-math.inf)
+        return torch.where(gram.diagonal()[:, None] < 1e-10, math.nan, like)  # a uniform head has no direction
+
+
+def assert_columns(case: Case, block: Block, truth: Truth) -> None:
+    loose = case.tolerance * truth.size
+    want = truth.means()
+    for name, values in want.items():
+        for head, (got, right) in enumerate(zip(block.column(name), values.tolist(), strict=True)):
+            slack = loose * max(1.0, abs(right)) * (truth.size if name == "score_variance" else 1.0)
+            same = (math.isnan(got) and math.isnan(right)) or abs(got - right) <= slack
+            assert same, f"{name} of head {head}: {got}, and it is {right}; {case.about}"
+    assert_quantiles(case, block, truth, loose)
+    mass, like = truth.key_mass(), truth.likeness()
+    for head in range(truth.heads):
+        row = block.row(head)
+        if truth.there[:, head].any():
+            assert abs(row["sink_top"] - float(mass[head].max())) <= loose, case.about
+            assert abs(float(mass[head, int(row["sink_key"])] - mass[head].max())) <= 2 * loose, case.about
+        if truth.heads == 1 or like[head].isnan().all():
+            continue
+        assert abs(row["twin_similarity"] - float(like[head].nan_to_num(-2.0).max())) <= 50 * loose, case.about
+        assert abs(float(like[head, int(row["twin"])]) - row["twin_similarity"]) <= 50 * loose, case.about
+    checked = {*want, "entropy_p05", "entropy_p50", "entropy_p95", "sink_top", "sink_key", "twin", "twin_similarity"}
+    checked |= {f"normalized_{name}" for name in checked if name.startswith("entropy_p")}
+    assert set(COLUMNS) <= checked, f"no truth for {set(COLUMNS) - checked}"
+
+
+def assert_quantiles(case: Case, block: Block, truth: Truth, loose: float) -> None:
+    """Within a bin of the order statistics on both sides of the level; rounding may move a value into the next bin."""
+    for name, level in zip((c for c in COLUMNS if c[-4:] in ("_p05", "_p50", "_p95")), (0.05, 0.5, 0.95), strict=True):
+        for head, got in enumerate(block.column(name)):
+            values = truth.normal[:, head][truth.good[:, head]].sort()[0].tolist()
+            if not values:
+                assert math.isnan(got)
+                continue
+            at = level * len(values)
+            low = values[max(0, min(len(values) - 1, math.ceil(at - 1e-6) - 1))]
+            high = values[max(0, min(len(values) - 1, math.ceil(at + 1e-6) - 1))]
+            assert low - 2 * BIN - loose <= got <= high + 2 * BIN + loose, (
+                f"{name}: {got}, {low} to {high}; {case.about}"
+            )
+
+
+def assert_bands(case: Case, block: Block, truth: Truth) -> None:
+    band = truth.visible.clamp(min=1).double().log2().floor().long()
+    filled = set(band[truth.good].tolist())
+    assert set(block.bands) == filled, case.about
+    for index in filled:
+        inside = truth.good & (band == index)
+        count = inside.sum((0, 2)).double()
+        given = torch.tensor(list(block.bands[index]), dtype=torch.float64).view(truth.heads, -1)
+        names = {"width": "effective_width"}
+        for i, name in enumerate(BAND_COLUMNS):
+            rows = torch.ones_like(truth.entropy) if name == "rows" else truth.rows[names.get(name, name)]
+            right = torch.where(inside, rows, 0.0).sum((0, 2)) / (1.0 if name == "rows" else count.clamp(min=1))
+            slack = case.tolerance * truth.size * right.abs().clamp(min=1.0)
+            assert ((given[:, i] - right).abs() <= slack).all(), f"band {index} {name}; {case.about}"
+
+
+def assert_curve(case: Case, curve: dict[str, Any], keep: Tensor | None) -> None:
+    for at, factor in enumerate(curve["factors"]):
+        truth = Truth(case.scores(factor), keep)
+        count = truth.good.sum((0, 2))
+        mean = torch.where(truth.good, truth.entropy, 0.0).sum((0, 2)) / count
+        for head, right in enumerate(mean.tolist()):
+            got = curve["mean"][head][at]
+            same = (math.isnan(got) and math.isnan(right)) or abs(got - right) <= 2 * case.tolerance * truth.size
+            assert same, f"curve at {factor}: {got}, and it is {right}; {case.about}"
+
+
+def check(seed: int) -> None:
+    case = random_case(seed)
+    results = []
+    with case.block(), torch.backends.mkldnn.flags(enabled=False), torch.no_grad():
+        torch.manual_seed(seed)
+        results.append(case.model(*case.args, **case.kwargs))
+        with partita.watch(case.model) as w:
+            torch.manual_seed(seed)
+            results.append(case.model(*case.args, **case.kwargs))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0, equal_nan=True, msg=f"other bits; {case.about}")
+    assert not w.coverage.get("errors") and not w.coverage.get("impossible"), f"{w.coverage}; {case.about}"
+    record = w.finished()
+    assert len(record.blocks) == 1, f"{len(record.blocks)} softmaxes; {case.about}"
+    truth = Truth(case.scores(1.0), case.keep)
+    assert_columns(case, record.blocks[0], truth)
+    assert_bands(case, record.blocks[0], truth)
+    assert_curve(case, record.curves[0], case.keep)
+
+
+@pytest.mark.parametrize("seed", range(FAST))
+def test_every_column_of_a_random_model_is_right(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(FAST, ALL, 30))
+def test_every_column_of_many_random_models_is_right(first: int) -> None:
+    for seed in range(first, first + 30):
+        check(seed)

@@ -1,0 +1,230 @@
+"""What is recorded of a loss is what the loss says of itself, whatever options it was called with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita
+from partita.contrastive import Queue
+from partita.monitor import watch
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def row_of(loss: Any, *args: Any, **options: Any) -> tuple[dict[str, Any], Any]:
+    """The recorded row of one call, and what the call gave."""
+    model = nn.Linear(2, 2)
+    with watch(model) as w:
+        model(torch.zeros(1, 2))
+        out = loss(*args, **options)
+    assert not w.coverage.get("errors"), str(w.coverage)
+    (row,) = w.record.losses
+    return row, out
+
+
+def pairs(n: int = 12, dim: int = 5) -> tuple[Tensor, Tensor]:
+    q = torch.randn(n, dim)
+    return q, q + 0.5 * torch.randn(n, dim)
+
+
+def dense(scores: Tensor, positive: Tensor) -> dict[str, float]:
+    """Numbers of (n, candidates) scores with -inf where there is no candidate, in float64."""
+    s = scores.double()
+    log_p = s.log_softmax(-1)
+    p = log_p.exp()
+    rest = s.scatter(1, positive[:, None], -math.inf)
+    share = rest.softmax(-1)
+    width = (-torch.where(share > 0, share * share.clamp(min=1e-300).log(), 0.0).sum(-1)).exp()
+    return {
+        "loss": float(-log_p.gather(1, positive[:, None]).mean()),
+        "entropy": float(-torch.where(p > 0, p * log_p, 0.0).sum(-1).mean()),
+        "confidence": float(p.amax(-1).mean()),
+        "accuracy": float((s.argmax(-1) == positive).double().mean()),
+        "log_partition": float(s.logsumexp(-1).mean()),
+        "max_score": float(s.max()),
+        "candidates": float((s > -math.inf).sum(-1).double().mean()),
+        "effective_negatives": float(width.mean()),
+        "rows": len(s),
+    }
+
+
+def assert_row(row: dict[str, Any], want: dict[str, float]) -> None:
+    for name, value in want.items():
+        assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-5), f"{name}: {row[name]}, and it is {value}"
+
+
+def cosine(q: Tensor, k: Tensor) -> Tensor:
+    return F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).T
+
+
+@pytest.mark.parametrize("how", ["number", "tensor", "log_temperature", "keywords"])
+def test_a_temperature_is_reported_as_it_is(how: str) -> None:
+    q, k = pairs()
+    options: dict[str, Any] = {
+        "number": {"temperature": 0.3},
+        "tensor": {"temperature": torch.tensor(0.3, requires_grad=True)},
+        "log_temperature": {"log_temperature": torch.tensor(0.3).log().requires_grad_()},
+        "keywords": {"temperature": 0.3, "query": q, "positive_key": k},
+    }[how]
+    row, loss = row_of(partita.info_nce_loss, *(() if how == "keywords" else (q, k)), **options)
+    assert isinstance(loss, Tensor) and row["scale"] == pytest.approx(1 / 0.3)
+    assert_row(row, dense(cosine(q, k) / 0.3, torch.arange(12)))
+    assert row["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert row["bound"] == pytest.approx(math.log(12) - row["loss"], abs=1e-5)
+
+
+def test_a_learned_temperature_is_followed_through_the_module() -> None:
+    q, k = pairs()
+    module = partita.nn.InfoNCELoss(temperature=0.5, learnable=True)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.fill_(math.log(0.1))
+    row, _ = row_of(module, q, k)
+    assert row["scale"] == pytest.approx(10.0, rel=1e-5)
+
+
+def test_labels_queue_and_hardness_are_those_of_the_call() -> None:
+    q, k = pairs()
+    labels = torch.arange(12) % 4
+    own = torch.eye(12, dtype=torch.bool)
+    same = (labels[:, None] == labels) & ~own
+    row, _ = row_of(partita.info_nce_loss, q, k, temperature=0.5, labels=labels)
+    assert_row(row, dense((cosine(q, k) / 0.5).masked_fill(same, -math.inf), torch.arange(12)))
+
+    queue = Queue(7, 5)
+    queue.push(torch.randn(7, 5))
+    row, _ = row_of(partita.info_nce_loss, q, k, temperature=0.5, queue=queue)
+    assert_row(row, dense(torch.cat([cosine(q, k), cosine(q, queue.keys)], 1) / 0.5, torch.arange(12)))
+    assert row["candidates"] == 19
+
+    row, _ = row_of(partita.info_nce_loss, q, k, temperature=0.5, hardness=1.5)
+    tilted = cosine(q, k) * torch.where(own, 2.0, 2.0 + 1.5)
+    assert_row(row, dense(tilted, torch.arange(12)))
+
+
+@pytest.mark.parametrize("mode", ["unpaired", "paired"])
+def test_given_negatives(mode: str) -> None:
+    q, k = pairs()
+    negatives = torch.randn(7, 5) if mode == "unpaired" else torch.randn(12, 7, 5)
+    row, _ = row_of(partita.info_nce_loss, q, k, negatives, temperature=0.5, negative_mode=mode)
+    unit = F.normalize(q, dim=-1)
+    rest = F.normalize(negatives, dim=-1)
+    other = unit @ rest.T if mode == "unpaired" else (unit[:, None] * rest).sum(-1)
+    own = (unit * F.normalize(k, dim=-1)).sum(-1, keepdim=True)
+    assert_row(row, dense(torch.cat([own, other], 1) / 0.5, torch.zeros(12, dtype=torch.long)))
+
+
+def test_clip_two_views_and_labels() -> None:
+    q, k = pairs()
+    row, _ = row_of(partita.clip_loss, q, k, torch.tensor(1.7), 0.3)
+    assert_row(row, dense(q @ k.T * 1.7 + 0.3, torch.arange(12)))
+    assert row["norm_query"] == pytest.approx(q.norm(dim=-1).mean().item(), rel=1e-5)
+    assert row["norm_key"] == pytest.approx(k.norm(dim=-1).mean().item(), rel=1e-5)
+
+    row, _ = row_of(partita.nt_xent_loss, q, k, temperature=0.4)
+    both = torch.cat([q, k])
+    s = (cosine(both, both) / 0.4).fill_diagonal_(-math.inf)
+    assert_row(row, dense(s, torch.arange(24).roll(12)))
+    assert row["scale"] == pytest.approx(2.5) and row["bound"] == pytest.approx(math.log(23) - row["loss"], abs=1e-4)
+
+    labels = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 3, 4])  # the last anchor has no positive
+    row, loss = row_of(partita.supcon_loss, q, labels, temperature=0.2)
+    assert row["loss"] == pytest.approx(loss.item(), abs=1e-5) and row["rows"] == 11
+    s = (cosine(q, q) / 0.2).fill_diagonal_(-math.inf)
+    other = labels[:, None] != labels
+    rest = s.masked_fill(~other, -math.inf).double().softmax(-1)
+    width = (-(rest * rest.clamp(min=1e-300).log()).sum(-1)).exp()
+    assert row["effective_negatives"] == pytest.approx(width[:11].mean().item(), rel=1e-4)
+    assert row["candidates"] == pytest.approx(other.sum(-1)[:11].double().mean().item() + 1)
+    right = other.logical_not().gather(1, s.argmax(1, keepdim=True))[:11].double().mean().item()
+    assert row["accuracy"] == pytest.approx(right)
+
+
+def test_a_shifted_head_is_read_at_its_targets() -> None:
+    x, weight, ids = torch.randn(3, 9, 6), torch.randn(11, 6), torch.randint(0, 11, (3, 9))
+    scale = torch.rand(3, 9) + 0.5
+    row, loss = row_of(partita.linear_cross_entropy, x, weight, ids, shift=1, scale=scale)
+    logits = (scale[:, :-1, None] * (x[:, :-1] @ weight.T)).flatten(0, 1)
+    want = dense(logits, ids[:, 1:].flatten())
+    assert_row(row, {name: want[name] for name in ("loss", "entropy", "confidence", "accuracy", "max_score", "rows")})
+    assert row["loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("ignored", [None, -100, 3])
+def test_ignored_rows(ignored: int | None) -> None:
+    x, weight, ids = torch.randn(20, 6), torch.randn(11, 6), torch.randint(0, 11, (20,))
+    if ignored is not None:
+        ids[::3] = ignored
+    row, _ = row_of(partita.linear_cross_entropy, x, weight, ids, ignore_index=ignored)
+    kept = torch.ones(20, dtype=torch.bool) if ignored is None else ids != ignored
+    want = dense((x @ weight.T)[kept], ids[kept])
+    assert_row(row, {name: want[name] for name in ("loss", "entropy", "confidence", "accuracy", "rows")})
+    if ignored is not None:
+        row, _ = row_of(F.cross_entropy, x @ weight.T, ids, ignore_index=ignored)
+        assert_row(row, {name: want[name] for name in ("loss", "entropy", "confidence", "accuracy", "rows")})
+
+
+def test_logits_of_a_batch_of_pairs_are_read_as_contrast() -> None:
+    q, k = pairs()
+    row, _ = row_of(F.cross_entropy, q @ k.T, torch.arange(12))
+    assert row["type"] == "contrastive"
+    assert_row(row, dense(q @ k.T, torch.arange(12)))
+    row, _ = row_of(partita.cross_entropy, q @ k.T, torch.randint(0, 12, (12,)), scale=0.3)
+    assert row["type"] == "classification" and row["max_score"] == pytest.approx((0.3 * q @ k.T).max().item(), rel=1e-5)
+
+
+def test_asking_changes_no_bit_of_the_loss() -> None:
+    x, weight = torch.randn(30, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
+    ids = torch.randint(0, 11, (30,))
+    found = []
+    for watched in (False, True):
+        if watched:
+            _, loss = row_of(partita.linear_cross_entropy, x, weight, ids)
+        else:
+            loss = partita.linear_cross_entropy(x, weight, ids)
+        found.append((loss.detach(), *torch.autograd.grad(loss, (x, weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Encoder(nn.Module):
+    """What sentence-transformers calls a model: features in, a dictionary with an embedding out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        out, _ = self.attention(*(features["x"],) * 3)
+        return {"sentence_embedding": out.mean(1)}
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+def test_the_loss_of_sentence_transformers_is_seen_and_is_one_step(columns: int) -> None:
+    from partita.adapters.sentence_transformers import MultipleNegativesRankingLoss
+
+    model = Encoder()
+    loss = MultipleNegativesRankingLoss(model, scale=20.0)
+    features = [{"x": torch.randn(6, 4, 8)} for _ in range(columns)]
+    with watch(model) as w:
+        for _ in range(3):
+            out = loss(features)
+            out.backward()
+    assert [r["step"] for r in w.record.losses] == [0, 1, 2]
+    assert sorted({r["step"] for r in w.frame(pandas=False)}) == [0, 1, 2]
+    assert {r["rows"] for r in w.frame(pandas=False)} == {6 * 4 * columns}
+    assert [site.name for site in w.record.sites] == ["attention"]
+    with torch.no_grad():
+        q, *docs = (model(f)["sentence_embedding"] for f in features)
+    row = w.record.losses[0]
+    assert row["name"] == "MultipleNegativesRankingLoss" and row["loss"] == pytest.approx(out.item(), abs=1e-4)
+    assert_row(row, dense(cosine(q, torch.cat(docs)) * 20.0, torch.arange(6)))
+    assert row["scale"] == 20.0 and row["candidates"] == 6 * (columns - 1)
