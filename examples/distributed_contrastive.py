@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import partita
 from partita.distributed import for_ddp, traffic
-from partita.metrics import mean_reciprocal_rank, recall_at_k
+from partita.metrics import mean_reciprocal_rank, top_k_accuracy
 
 STEPS = 10 if "--quick" in sys.argv else 120
 
@@ -98,7 +98,7 @@ def main() -> None:
     with torch.no_grad():
         q, k, log_temperature = model.module([left[i] for i in share], [right[i] for i in share])
         _, stats = partita.info_nce_loss(q, k, log_temperature=log_temperature, return_stats=True, group=group)
-    measured = torch.stack([recall_at_k(stats, 1), mean_reciprocal_rank(stats), torch.tensor(1.0)]) * len(share)
+    measured = torch.stack([top_k_accuracy(stats, 1), mean_reciprocal_rank(stats), torch.tensor(1.0)]) * len(share)
     dist.all_reduce(measured)
     recall, reciprocal = (measured[:2] / measured[2]).tolist()
     say(

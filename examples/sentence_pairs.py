@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from partita.adapters.sentence_transformers import MultipleNegativesRankingLoss
 from partita.contrastive import ContrastStats, alignment, info_nce_loss, uniformity
-from partita.metrics import mean_reciprocal_rank, recall_at_k
+from partita.metrics import mean_reciprocal_rank, top_k_accuracy
 from partita.theory.information import mutual_information_bound
 
 STEPS, BATCH, BUCKETS, WIDTH = (10 if "--quick" in sys.argv else 120), 256, 20011, 64
@@ -74,7 +74,7 @@ def report(model: Encoder, left: list[str], right: list[str]) -> None:
     assert isinstance(stats, ContrastStats)
     n, bound = len(left), mutual_information_bound(stats.nll, len(left))
     row("loss, both directions", loss.item(), f"log {n} = {bound.cap:.3f} knows nothing")
-    row("recall at 1", recall_at_k(stats, 1).item(), f"at 10: {recall_at_k(stats, 10):.3f}")
+    row("recall at 1", top_k_accuracy(stats, 1).item(), f"at 10: {top_k_accuracy(stats, 10):.3f}")
     row("mean reciprocal rank", mean_reciprocal_rank(stats).item())
     row("effective negatives of each anchor", stats.effective_negatives.mean().item(), f"of {n - 1}")
     row("share of the hardest negative in the push", stats.hardest_share.mean().item())

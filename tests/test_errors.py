@@ -36,7 +36,7 @@ CASES = {
     "batches do not broadcast": (lambda: GIBBS(q(2, 4, 3), q(3, 5, 3)), ShapeError, ["batch", "(2,)", "(3,)"]),
     "too few values": (lambda: GIBBS(q(2, 3), q(5, 3)).expectation(q(4, 3)), ShapeError, ["value", "4", "5"]),
     "bias of the wrong width": (lambda: GIBBS(q(2, 3), q(5, 3), bias=q(2, 4)), ShapeError, ["bias", "(2, 4)", "5"]),
-    "bias with too few dims": (lambda: GIBBS(q(2, 3), q(5, 3), bias=q(5)), ShapeError, ["bias", "(5,)"]),
+    "bias per query, not per key": (lambda: GIBBS(q(2, 3), q(5, 3), bias=q(2)), ShapeError, ["bias", "(2,)"]),
     "scale of the wrong length": (lambda: GIBBS(q(2, 3), q(5, 3), scale=q(4)), ShapeError, ["scale", "(4,)"]),
     "too few targets": (
         lambda: GIBBS(q(2, 3), q(5, 3)).nll(torch.zeros(3, dtype=LONG)),
@@ -166,7 +166,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_named_before_computing(name, monkeypatch):
     call, kind, words = CASES[name]
-    monkeypatch.setattr(partita.engine, "reduce", _must_not_compute)
+    monkeypatch.setattr("partita.gibbs.execute", _must_not_compute)
     with pytest.raises(kind) as caught:
         call()
     message = str(caught.value)

@@ -58,7 +58,7 @@ def test_the_benchmarks_run_and_write_json(tmp_path: Path) -> None:
     assert {row["benchmark"] for row in rows} == set(QUESTIONS)
     for row in rows:
         assert row["case"] in out
-        assert row["ratio"] >= 0
+        assert isinstance(row["ratio"], float)  # its value under load says nothing
         assert {"commit", "cpu", "isa", "threads", "torch", "load"} <= row["environment"].keys()
 
 

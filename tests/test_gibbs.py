@@ -9,6 +9,7 @@ import torch
 
 import partita
 from partita import reference
+from partita.engine.backends.tiled import tile_shape
 from tests.strategies import INF, catalogue, problem
 from tests.tolerances import assert_exact, assert_same_statistics
 
@@ -98,10 +99,10 @@ def test_a_target_shared_by_a_batch_broadcasts():
 
 def test_later_reads_are_free(monkeypatch):
     """The first reduction fills all row statistics."""
-    from partita import engine
+    from partita import gibbs as module
 
-    p, passes, reduce = problem(7, 13), [], engine.reduce
-    monkeypatch.setattr(engine, "reduce", lambda *args, **kwargs: passes.append(1) or reduce(*args, **kwargs))
+    p, passes, reduce = problem(7, 13), [], module.execute
+    monkeypatch.setattr(module, "execute", lambda *args, **kwargs: passes.append(1) or reduce(*args, **kwargs))
     gibbs = p.gibbs()
     assert passes == []  # making it computes nothing
     for name in (*partita.Stats._fields, "effective_width", "stats"):
@@ -110,10 +111,10 @@ def test_later_reads_are_free(monkeypatch):
 
 
 def test_a_pass_with_a_value_serves_the_row_statistics_too(monkeypatch):
-    from partita import engine
+    from partita import gibbs as module
 
-    p, passes, reduce = problem(7, 13), [], engine.reduce
-    monkeypatch.setattr(engine, "reduce", lambda *args, **kwargs: passes.append(1) or reduce(*args, **kwargs))
+    p, passes, reduce = problem(7, 13), [], module.execute
+    monkeypatch.setattr(module, "execute", lambda *args, **kwargs: passes.append(1) or reduce(*args, **kwargs))
     gibbs = p.gibbs()
     gibbs.expectation(p.value)
     gibbs.stats()
@@ -132,7 +133,7 @@ def test_sample_frequencies_are_the_probabilities(backend_name):
     """4000 draws of 3 rows: within five standard errors."""
     p = problem(3, 7, support=catalogue(3, 7)["causal"], scale=0.6)
     many = p.gibbs(query=p.query.expand(4000, 3, 5))
-    with partita.backend(backend_name), partita.engine.tile_shape(2, 3):
+    with partita.backend(backend_name), tile_shape(2, 3):
         draws = many.sample(generator=torch.Generator().manual_seed(1))
     assert draws.dtype == torch.int64
     found = torch.nn.functional.one_hot(draws, 7).double().mean(0)

@@ -12,6 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import partita
 from partita import State, reference
+from partita.engine.state import raw_gradients
 from partita.errors import PartitaError
 from tests.strategies import INF, problem, problems
 from tests.tolerances import assert_exact, assert_same_statistics
@@ -147,3 +148,92 @@ def test_explicit_scores_are_differentiable_twice():
 def test_explicit_scores_give_the_state_of_the_distribution():
     p = problem(7, 13)
     assert_same_state(State.of(p.score(), p.value), p.gibbs().state(p.value))
+
+
+READS = ("log_partition", "entropy", "mean_score", "score_variance")
+GAPS = (0, 1, 10, 80, 86, 88, 95, 103, 104, 150, 700, 745, 800, 1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("read", [*READS, "expectation"])
+def test_gradients_through_merge_are_right_at_any_gap(read: str, dtype: torch.dtype) -> None:
+    """Where the sums of the lower state underflow, its gradient is 0, and that of the higher one is its own.
+
+    Within a state scores differ by less than 1. A gradient is a sum of 8 terms e^-g (g + 1)^2 <= 1.5, so below 12, each
+    made by some 20 roundings; it is rounded once more to the dtype of the scores.
+    """
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    near = torch.rand(5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64).sub(1)
+    value = torch.rand(8, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    for gap in GAPS:
+        given = torch.cat([near, near.flip(0) - gap], -1).to(dtype)
+        s = given.double().clone().requires_grad_()
+        p, log_p = s.softmax(-1), s.log_softmax(-1)
+        mean = (p * s).sum(-1)
+        dense = {
+            "log_partition": s.logsumexp(-1),
+            "entropy": -(p * log_p).sum(-1),
+            "mean_score": mean,
+            "score_variance": (p * (s - mean[:, None]) ** 2).sum(-1),
+            "expectation": p @ value,
+        }
+        dense[read].sum().backward()
+        for order in ((0, 1), (1, 0)):
+            scores = given.clone().requires_grad_()
+            halves = scores[:, :4], scores[:, 4:]
+            states = [State.of(halves[i], value[4 * i : 4 * i + 4]) for i in order]
+            getattr(partita.merge(*states), read)().sum().backward()
+            off = (scores.grad.double() - s.grad).abs()
+            allowed = 20 * 12 * eps + torch.finfo(dtype).eps * s.grad.abs()
+            assert (off <= allowed).all(), (gap, order, off.max())
+
+
+def test_adding_in_place_is_merging():
+    """With the peak kept in float64 and the sums in their own dtype, as a pass over many blocks does it."""
+    parts = [state_of(n, seed) for seed, n in enumerate((0, 3, 0, 5, 7))]
+    merged = partita.merge(*parts)
+    total = State(*(getattr(state_of(0), name).clone() for name in FIELDS))
+    for part in parts:
+        total.add_(part)
+    assert_same_state(total, merged)
+    small = [State(*(getattr(part, name).float() for name in FIELDS)) for part in parts]
+    total = State(small[0].peak.double(), *(getattr(small[0], name).clone() for name in FIELDS[1:]))
+    for part in small:
+        total.add_(part)
+    assert total.peak.dtype == torch.float64
+    assert total.mass.dtype == total.moment.dtype == torch.float32
+    for name in FIELDS:
+        torch.testing.assert_close(getattr(total, name).double(), getattr(merged, name), rtol=1e-5, atol=1e-5)
+
+
+def test_raw_gradients_pull_everything_back_to_the_raw_sums():
+    """Against autograd of the definitions; gradients of empty rows are 0 whatever comes from above."""
+    new = torch.Generator().manual_seed(0)
+    mass = 1 + torch.rand(6, generator=new, dtype=torch.float64)
+    first = -torch.rand(6, generator=new, dtype=torch.float64)
+    second, moment = (torch.rand(*s, generator=new, dtype=torch.float64) for s in ((6,), (6, 3)))
+    raw = [x.requires_grad_() for x in (mass, first, second, moment)]
+
+    def read(mass, first, second, moment):
+        spread, mean = second - first**2 / mass, moment / mass[:, None]
+        statistics = (mass.log(), mass.log() - first / mass, first / mass, spread / mass)
+        return (mass, first, spread, mean, *statistics)
+
+    def pull(*given):
+        sums, above = read(*given[:4]), given[4:]
+        names = ("mass", "first", "spread", "mean", "log_partition", "entropy", "mean_score", "variance")
+        return raw_gradients(*sums[:4], **{f"g_{n}": g for n, g in zip(names, above, strict=True)})
+
+    out = read(*raw)
+    above = [torch.rand(x.shape, generator=new, dtype=torch.float64, requires_grad=True) for x in out]
+    expected = torch.autograd.grad(out, raw, above)
+    for found, truth in zip(pull(*raw, *above), expected, strict=True):
+        assert_exact(found, truth)
+    assert gradcheck(pull, (*raw, *above))
+    zero = torch.zeros(6, dtype=torch.float64)
+    blank = (zero, zero, zero, zero[:, None].expand(6, 3))
+    for found in pull(*blank, *above):
+        assert (found == 0).all()
+    only = raw_gradients(mass)
+    assert (only.mass == 0).all()
+    assert only[1:] == (None, None, None)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from partita.engine import State as State
     from partita.engine import Stats as Stats
     from partita.engine import backend as backend
-    from partita.engine import backends as backends
     from partita.engine import merge as merge
+    from partita.engine.backends import backends as backends
     from partita.gibbs import Gibbs as Gibbs
     from partita.gibbs import explain as explain
     from partita.interception import replace_sdpa as replace_sdpa
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from partita.losses import mae_loss as mae_loss
     from partita.losses import mse_loss as mse_loss
     from partita.losses import nce_loss as nce_loss
-    from partita.losses import weighted_cross_entropy as weighted_cross_entropy
     from partita.monitor import load_record as load_record
     from partita.monitor import watch as watch
     from partita.solve import solve_scale as solve_scale
@@ -67,7 +66,7 @@ _HOME = {
     "Stats": "engine",
     "attention": "attn",
     "backend": "engine",
-    "backends": "engine",
+    "backends": "engine.backends",
     "clip_loss": "contrastive",
     "cross_entropy": "losses",
     "distillation_loss": "losses",
@@ -90,7 +89,6 @@ _HOME = {
     "solve_scale": "solve",
     "supcon_loss": "contrastive",
     "watch": "monitor",
-    "weighted_cross_entropy": "losses",
 }
 _MODULES = (
     "adapters",

@@ -18,15 +18,19 @@ __all__ = [
     "broadcast_batch",
     "check_bias",
     "check_bool",
+    "check_classes",
     "check_device",
     "check_float",
+    "check_heads",
     "check_index_dtype",
     "check_matrix",
     "check_pair",
+    "check_positions",
     "check_positive",
     "check_reduction",
     "check_target",
     "check_value",
+    "check_whole",
     "has_values",
     "shape_text",
 ]
@@ -48,7 +52,9 @@ def has_values(tensor: Tensor) -> bool:
 
 def check_float(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        raise DtypeError(f"{name} must be a tensor; got {type(tensor).__name__}. Wrap it with torch.as_tensor.")
+        module = isinstance(tensor, torch.nn.Module) and isinstance(getattr(tensor, "weight", None), Tensor)
+        hint = "Give its weight: module.weight" if module else "Wrap it with torch.as_tensor"
+        raise DtypeError(f"{name} must be a tensor; got {type(tensor).__name__}. {hint}.")
     if not tensor.is_floating_point():
         raise DtypeError(
             f"{name} must hold real floating-point numbers; got {tensor.dtype}. Convert it, e.g. {name}.float()."
@@ -107,6 +113,18 @@ def check_pair(query: Tensor, key: Tensor) -> None:
     check_device(("query", "key"), (query, key))
 
 
+def check_heads(query: Tensor, key: Tensor) -> None:
+    """Fewer key heads than query heads need to be asked for."""
+    if query.dim() < 3 or key.dim() < 3:
+        return
+    many, few = query.shape[-3], key.shape[-3]
+    if 1 < few < many and many % few == 0:
+        raise ShapeError(
+            f"query has {many} heads and key {few}; got query {shape_text(query)} and key {shape_text(key)}. "
+            f"Grouped queries are asked for with enable_gqa=True in attention, grouped=True in Gibbs."
+        )
+
+
 def check_value(value: Tensor, key: Tensor) -> None:
     check_matrix("value", value)
     if value.shape[-2] != key.shape[-2]:
@@ -152,23 +170,49 @@ def broadcast_batch(named: Sequence[tuple[str, Sequence[int]]]) -> tuple[int, ..
 
 def check_bias(bias: Tensor, n_query: int, n_key: int) -> None:
     check_float("bias", bias)
-    ok = bias.dim() >= 2 and bias.shape[-1] in (1, n_key) and bias.shape[-2] in (1, n_query)
+    ok = bias.dim() < 1 or bias.shape[-1] in (1, n_key)
+    ok = ok and (bias.dim() < 2 or bias.shape[-2] in (1, n_query))
     if not ok:
         raise ShapeError(
             f"bias must broadcast to (..., n_query, n_key) = (..., {n_query}, {n_key}); got {shape_text(bias)}. "
-            f"A bias per key is bias[None, :], a bias per query bias[:, None]."
+            f"A bias per query is bias[:, None]."
         )
 
 
 def check_target(target: Tensor, n_key: int) -> None:
     check_index_dtype("target", target)
-    if has_values(target) and target.numel():
-        low, high = int(target.min()), int(target.max())
-        if low < 0 or high >= n_key:
-            raise TargetError(
-                f"target must name a key, 0 <= target < {n_key}; got values from {low} to {high}. "
-                f"Mask rows without a target before the call."
-            )
+    outside = _outside(target, n_key)
+    if outside:
+        raise TargetError(
+            f"target must name a key, 0 <= target < {n_key}; got {outside}. Mask rows without a target before the call."
+        )
+
+
+def check_classes(index: Tensor, n_class: int, ignore_index: int) -> None:
+    """Class indices of the rows that count."""
+    outside = _outside(index, n_class)
+    if outside:
+        raise TargetError(
+            f"target must name a class, 0 <= target < {n_class}, or be ignore_index = {ignore_index}; got {outside}. "
+            f"Rows without a class are left out by giving their number as ignore_index."
+        )
+
+
+def _outside(index: Tensor, n: int) -> str | None:
+    """What indices there are, if some name nothing; None where all do, or where values cannot be looked at."""
+    if not has_values(index) or not index.numel():
+        return None
+    low, high = (int(edge) for edge in torch.aminmax(index))
+    return None if low >= 0 and high < n else f"values from {low} to {high}"
+
+
+def check_positions(n_query: int, n_key: int) -> None:
+    """Sums and differences of positions fit into the 32 bits that a support is kept in."""
+    if n_query + n_key > 1 << 29:
+        raise ShapeError(
+            f"a support by position takes up to {1 << 29} queries and keys together; got {n_query} and {n_key}. "
+            f"Split the keys and merge their states (partita.merge)."
+        )
 
 
 def check_positive(name: str, number: float, *, zero: bool = False) -> None:
@@ -176,6 +220,14 @@ def check_positive(name: str, number: float, *, zero: bool = False) -> None:
     if not fine:
         kind = "not negative" if zero else "positive"
         raise ValueRangeError(f"{name} must be a finite number, {kind}; got {number!r}.")
+
+
+def check_whole(name: str, number: object, *, least: int = -(1 << 63)) -> None:
+    """A whole number that a 64-bit index can hold."""
+    fine = isinstance(number, int) and not isinstance(number, bool) and least <= number < 1 << 63
+    if not fine:
+        floor = "" if least < 0 else f", at least {least}" if least else ", not negative"
+        raise ValueRangeError(f"{name} must be a whole number{floor}; got {number!r}.")
 
 
 def check_reduction(reduction: str) -> None:

@@ -48,17 +48,21 @@ def fit_temperature(
     tensor(4.3281)
     """
     _checks.check_float("query", query)
+    _checks.check_index_dtype("target", target)
+    _checks.check_whole("ignore_index", ignore_index)
     if query.dim() < 2 or tuple(target.shape) != tuple(query.shape[:-1]):
         raise ShapeError(
             f"query must be (..., n, dim) and target (..., n); got {_checks.shape_text(query)} and "
             f"{_checks.shape_text(target)}."
         )
-    kept = (target != ignore_index).reshape(-1).nonzero()[:, 0]
+    index = target.long().reshape(-1)  # first: -100 is 156 among uint8
+    kept = (index != ignore_index).nonzero()[:, 0]
     if not len(kept):
         raise ValueRangeError("there is no row to fit a temperature to: every target is ignored, or there is none.")
-    rows, index = query.reshape(-1, query.shape[-1]), target.reshape(-1)
+    rows = query.reshape(len(index), query.shape[-1])
     if len(kept) < len(rows):
         rows, index = rows[kept], index[kept]
+    _checks.check_classes(index, key.shape[0], ignore_index)
     if bias is not None and bias.shape[-1:] != key.shape[:1]:
         raise ShapeError(f"bias must have one number per class, ({key.shape[0]},); got {_checks.shape_text(bias)}.")
     shift = None if bias is None else bias.reshape(1, -1)
@@ -67,7 +71,7 @@ def fit_temperature(
     x, low, high = _start(rows, key, shift), -math.inf, math.inf  # x = log(1/T)
     for _ in range(_PASSES):
         scale = math.exp(x)
-        sums = Gibbs(rows, key, scale=scale, bias=None if shift is None else scale * shift)._pass(target=index)
+        sums = Gibbs(rows, key, scale=scale, bias=None if shift is None else scale * shift).reduce(target=index)
         assert sums.target_score is not None
         state, score = sums.state, sums.target_score
         gap = state.mean_score() - score

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from partita import engine
-from partita._checks import broadcast
-from partita.engine import Request, State, Stats, Sums
-from partita.engine import terms as _terms
-from partita.errors import ValueRangeError
+from partita._checks import broadcast, check_whole
+from partita.engine import State, Stats
+from partita.engine import explain as explain_request
+from partita.engine.execute import attention as plain_attention
+from partita.engine.execute import both_ways, execute, score_tiles, scores, weighted_nll
+from partita.engine.request import Request, build, extend
+from partita.engine.sums import Sums
+from partita.engine.terms import Term
+from partita.engine.terms import visible as visible_keys
+from partita.errors import DtypeError, ValueRangeError
+from partita.precision import output_dtype
 from partita.scale import Policy, TargetEntropy
 from partita.solve import as_mask, solve_scale
-from partita.support import Support
+from partita.support import Support, check_support
 
-__all__ = ["Gibbs", "explain"]
+__all__ = ["Gibbs", "explain", "plain_attention"]
 
 
 class _Passes(dict[str, tuple[tuple[object, ...], Sums]]):
     """Finished passes by what they read; a class of its own because a plain dict cannot be referred to weakly."""
 
     target: Tensor | None = None  # the one the "target" pass has read
-    ready: tuple[tuple[object, ...], Request] | None = None
+    request: tuple[tuple[object, ...], Request] | None = None
     scale: float | Tensor = 1.0
 
 
@@ -34,7 +41,9 @@ class Gibbs:
         p(j|i) = exp( softcap(scale_i * <query_i, key_j>) + bias_ij ) / Z_i        j in the support of i
 
     Nothing of size n_query * n_key is built, except by `probs`. The first read fills all row statistics; later reads of
-    the same object share that pass and its graph.
+    the same object share that pass and its graph. A tensor given here, or to the support, that is changed in place is
+    noticed by the next read; what torch keeps no version of is not: tensors made under `torch.inference_mode`, and
+    writes through `.data`, NumPy or another process.
 
     >>> p = Gibbs(torch.zeros(2, 3), torch.zeros(5, 3))
     >>> p.entropy()  # uniform over 5 keys: log 5
@@ -58,6 +67,7 @@ class Gibbs:
         grouped: bool = False,
         cap_bias: bool = False,
     ):
+        check_support(support)
         self.query = query
         self.key = key
         self.bias = bias
@@ -67,14 +77,14 @@ class Gibbs:
         self.cap_bias = cap_bias
         self._given = 1.0 if scale is None else scale
         self._passes = _Passes()
-        self._ready()  # every mistake is reported here, before anything is computed
+        self.request()  # every mistake is reported here, before anything is computed
 
     # ---- how sharp -------------------------------------------------------------------------------------------------
 
     @property
     def scale(self) -> float | Tensor:
         """The scale of each row: a policy's answer, or what was given."""
-        self._ready()
+        self.request()
         return self._passes.scale
 
     def _resolve(self) -> float | Tensor:
@@ -92,18 +102,18 @@ class Gibbs:
 
     def _visible(self) -> Tensor:
         """Visible keys per row before any pass: closed form for supports; a bias of -inf is looked at."""
-        request = self._request(1.0)
+        request = self._build(1.0)
         terms = request.terms
         if request.bias is not None:
-            shown = _terms.Term(mask=request.bias != -torch.inf)
-            terms = tuple(_terms.conjunction(term, shown) for term in terms) if terms else (shown,)
-        count = _terms.visible(terms, request.n_query, request.n_key, request.batch, self.query.device)
+            shown = Term(mask=request.bias != -torch.inf)
+            terms = tuple(term & shown for term in terms) if terms else (shown,)
+        count = visible_keys(terms, request.n_query, request.n_key, request.batch, self.query.device)
         return request.ungroup(count).to(request.dtype)
 
     # ---- the pass --------------------------------------------------------------------------------------------------
 
-    def _request(self, scale: float | Tensor, batch: Sequence[int] = ()) -> Request:
-        return engine.build(
+    def _build(self, scale: float | Tensor, batch: Sequence[int] = ()) -> Request:
+        return build(
             self.query,
             self.key,
             scale=scale,
@@ -115,26 +125,27 @@ class Gibbs:
             batch=batch,
         )
 
-    def _ready(self) -> Request:
-        """The request without value or target, and the scale in it; renewed like a pass."""
-        known = self._passes.ready
+    def request(self) -> Request:
+        """What is asked of the engine, without a value or a target; renewed like a pass."""
+        known = self._passes.request
         if known is not None and (torch.compiler.is_compiling() or known[0] == self._stamp()):
             return known[1]
         if isinstance(self._given, Policy):
-            self._request(1.0)  # what else is wrong is said before a policy computes
+            self._build(1.0)  # what else is wrong is said before a policy computes
         self._passes.scale = self._resolve()
-        request = self._request(self._passes.scale)
-        self._passes.ready = (() if torch.compiler.is_compiling() else self._stamp(), request)
+        request = self._build(self._passes.scale)
+        self._passes.request = (() if torch.compiler.is_compiling() else self._stamp(), request)
         return request
 
     def _stamp(self, target: Tensor | None = None) -> tuple[object, ...]:
         """What a cached pass depends on besides this object: the grad mode, and whether a tensor was written to."""
         learned = tuple(self._given.parameters()) if isinstance(self._given, torch.nn.Module) else ()
-        given = (self.query, self.key, self.bias, self._given, target, *learned)
+        bound = () if self.support is None else self.support.tensors()
+        given = (self.query, self.key, self.bias, self._given, target, *learned, *bound)
         versions = (t._version for t in given if isinstance(t, Tensor) and not t.is_inference())
         return torch.is_grad_enabled(), *versions
 
-    def _pass(
+    def reduce(
         self,
         value: Tensor | None = None,
         target: Tensor | None = None,
@@ -143,17 +154,22 @@ class Gibbs:
         statistics: bool = True,
         mean: bool = False,
     ) -> Sums:
-        """A pass with these extras, remembered for later reads of the row statistics."""
-        ready = self._ready()
-        request = engine.extend(ready, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
+        """The pass: sums of every row, and what a value or a target adds; remembered for later reads of the rows.
+
+        rank: how many keys score above the target.
+        statistics: the moments of the score; without them the state knows log Z alone.
+        mean: E[value] in place of the moment it comes from.
+        """
+        ready = self.request()
+        request = extend(ready, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
         if request is None:  # the value or the target brings batch dimensions of its own
             rows = [t.shape[:-tail] for t, tail in ((value, 2), (target, 1)) if t is not None]
-            wider = self._request(self._passes.scale, broadcast(*rows))
-            request = engine.extend(wider, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
+            wider = self._build(self._passes.scale, broadcast(*rows))
+            request = extend(wider, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
             assert request is not None
-        sums = engine.reduce(request)
+        sums = execute(request)
         if not torch.compiler.is_compiling():
-            self._forget_after_backward(sums, request.groups)
+            self._forget_after_backward(sums)
             if statistics and request.batch == ready.batch:
                 self._passes["rows"] = (self._stamp(), sums)
                 if target is not None:
@@ -161,20 +177,17 @@ class Gibbs:
                     self._passes.target = target
         return sums
 
-    def _forget_after_backward(self, sums: Sums, groups: int) -> None:
+    def _forget_after_backward(self, sums: Sums) -> None:
         """Once a backward has run through a pass its graph may be gone: the next read starts a new one."""
-        node = sums.state.mass.grad_fn
-        if node is not None and groups > 1:
-            node = node.next_functions[0][0]  # behind the view that puts the heads together again
-        if node is not None:
+        if sums.node is not None:
             passes = weakref.ref(self._passes)  # or the graph and this object would keep each other alive
-            node.register_prehook(lambda _: _forget(passes))
+            sums.node.register_prehook(lambda _: _forget(passes))
 
     def _rows(self) -> State:
         known = self._passes.get("rows")
         if known is not None and known[0] == self._stamp():
             return known[1].state
-        return self._pass().state
+        return self.reduce().state
 
     # ---- row statistics --------------------------------------------------------------------------------------------
 
@@ -214,14 +227,14 @@ class Gibbs:
 
     def expectation(self, value: Tensor) -> Tensor:  # (..., n_query, dim_value)
         """E[value_j] under p(.|i), for value (..., n_key, dim_value); 0 on an empty support."""
-        return self.mean(value)[0].to(engine.output_dtype(value))
+        return self.mean(value)[0].to(output_dtype(value))
 
     def mean(self, value: Tensor, *, statistics: bool = True) -> tuple[Tensor, State]:  # (..., n_query, dim_value)
         """E[value_j] in the dtype of the sums, and the state of the rows it was read from, which holds no value.
 
         One pass over the values less than `state(value).expectation()`; statistics as for `state`.
         """
-        sums = self._pass(value, statistics=statistics, mean=True)
+        sums = self.reduce(value, statistics=statistics, mean=True)
         assert sums.mean is not None
         return sums.mean, sums.state
 
@@ -230,7 +243,7 @@ class Gibbs:
 
         statistics=False leaves out the moments of the score, for a reader of log Z and E[value] alone.
         """
-        return self._rows() if value is None else self._pass(value, statistics=statistics).state
+        return self._rows() if value is None else self.reduce(value, statistics=statistics).state
 
     def nll(self, target: Tensor) -> Tensor:  # (..., n_query)
         """-log p(target|i) = log Z - score_target; +inf where the target is not visible.
@@ -238,7 +251,31 @@ class Gibbs:
         >>> Gibbs(torch.zeros(1, 2), torch.zeros(10, 2)).nll(torch.tensor([3]))  # log 10
         tensor([2.3026])
         """
-        return surprise(self._at(target))
+        return self._at(target).nll()
+
+    def weighted_nll(self, target: Tensor, weight: Tensor) -> Tensor:  # ()
+        """sum_i weight_i * -log p(target_i|i): a scalar, whose gradients a backend may make while it goes forward.
+
+        >>> uniform = Gibbs(torch.zeros(2, 2), torch.zeros(10, 2))
+        >>> uniform.weighted_nll(torch.tensor([3, 4]), torch.tensor([0.5, 0.5]))  # log 10
+        tensor(2.3026)
+        """
+        request = extend(self.request(), target=target, statistics=False)
+        if request is None:  # the target brings batch dimensions of its own
+            return (weight * self.reduce(target=target, statistics=False).nll()).sum()
+        return weighted_nll(request, weight)
+
+    def both_ways_nll(self) -> tuple[Tensor, Tensor]:  # (n,), (n,)
+        """-log p(i|i) of key i for query i, and of query i for key i, from one score matrix of n pairs.
+
+            rows_i = log sum_j exp(s_ij) - s_ii          columns_j = log sum_i exp(s_ij) - s_jj
+
+        Without a support and a softcap, with one scale for all rows: a column has no row of its own.
+        """
+        request = self.request()
+        if request.terms or request.softcap is not None or request.scale.numel() > 1:
+            raise ValueRangeError("both ways need one scale for all rows, no support and no softcap.")
+        return both_ways(request)
 
     def log_prob(self, target: Tensor) -> Tensor:
         """log p(target|i)."""
@@ -255,14 +292,14 @@ class Gibbs:
         known = self._passes.get("target")
         if known is not None and self._passes.target is target and known[0] == self._stamp(target):
             return known[1]
-        return self._pass(target=target, rank=True)
+        return self.reduce(target=target, rank=True)
 
     @torch.no_grad()
     def sample(self, generator: torch.Generator | None = None) -> Tensor:  # (..., n_query) int64
         """One key per query, drawn from p by the Gumbel-max rule while streaming; -1 on an empty support."""
-        request = self._ready()
+        request = self.request()
         parts = []
-        for rows, tiles in engine.scan(request):
+        for rows, tiles in score_tiles(request):
             shape = (*request.batch, rows.stop - rows.start)
             best = request.scale.new_full(shape, -torch.inf)
             index = torch.full(shape, -1, dtype=torch.int64, device=self.query.device)
@@ -277,11 +314,10 @@ class Gibbs:
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:  # (..., n_query, k) each
         """The k best scores and their keys, best first; past the visible keys -inf and -1. Scores have a gradient."""
-        if not isinstance(k, int) or k < 0:
-            raise ValueRangeError(f"k must be a whole number, not negative; got {k!r}.")
-        request = self._ready()
+        check_whole("k", k, least=0)
+        request = self.request()
         with torch.no_grad():
-            found = [self._top_rows(request, rows, tiles, k) for rows, tiles in engine.scan(request)]
+            found = [self._top_rows(request, rows, tiles, k) for rows, tiles in score_tiles(request)]
             score = _rows_cat([s for s, _ in found], request, request.dtype, k)
             index = _rows_cat([i for _, i in found], request, torch.int64, k)
         given = (self.query, self.key, self.bias, self.scale)
@@ -304,8 +340,8 @@ class Gibbs:
 
     def probs(self) -> Tensor:  # (..., n_query, n_key)
         """The whole matrix p(j|i): dense, n_query * n_key numbers. For small problems and for looking at."""
-        request = self._ready()
-        s = engine.whole(request)
+        request = self.request()
+        s = scores(request)
         state = State.of(s)
         level = torch.where(state.empty(), torch.zeros_like(state.peak), state.log_partition())
         p = (s - level[..., None]).exp()
@@ -319,16 +355,7 @@ def _forget(passes: weakref.ref[_Passes]) -> None:
     known = passes()
     if known is not None:
         known.clear()
-        known.ready = known.target = None
-
-
-def surprise(sums: Sums) -> Tensor:
-    """log Z - score_target from one pass: (peak - target) + log mass, which keeps the digits of a large score."""
-    state, score = sums.state, sums.target_score
-    assert score is not None
-    hidden = score.isneginf()
-    gap = state.peak - torch.where(hidden, torch.zeros_like(score), score)
-    return torch.where(hidden, torch.inf, state.log_mass() + gap)
+        known.request = known.target = None
 
 
 def _rows_cat(parts: list[Tensor], request: Request, dtype: torch.dtype, *tail: int) -> Tensor:
@@ -340,6 +367,10 @@ def _rows_cat(parts: list[Tensor], request: Request, dtype: torch.dtype, *tail: 
 def _score_at(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
     """Scores of chosen keys, differentiable; the keys are gathered."""
     batch, (n, k) = request.batch, index.shape[-2:]
+    if not request.n_key:  # nothing to choose from: a key of zeros stands in, so that its gradient is 0 and not absent
+        pad = torch.nn.functional.pad
+        bias = None if request.bias is None else pad(request.bias[..., :0], (0, 1))
+        request = replace(request, key=pad(request.key, (0, 0, 0, 1)), bias=bias)
     key = request.key.expand(*batch, *request.key.shape[-2:]).to(request.dtype)
     flat = index.reshape(*batch, n * k, 1).expand(*batch, n * k, key.shape[-1])
     chosen = key.gather(-2, flat).unflatten(-2, (n, k))
@@ -355,10 +386,21 @@ def _score_at(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
     return out
 
 
-def explain(gibbs: Gibbs) -> str:
+class Explanation(str):
+    """Text that is shown as it reads, at a prompt too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def explain(gibbs: Gibbs) -> Explanation:
     """Which backend serves this distribution, and why the others do not.
 
     >>> print(explain(Gibbs(torch.zeros(2, 3), torch.zeros(5, 3), support=None)).splitlines()[0])  # doctest: +SKIP
     native serves
     """
-    return engine.explain(gibbs._ready())
+    if not isinstance(gibbs, Gibbs):
+        raise DtypeError(f"explain takes a Gibbs; got {type(gibbs).__name__}. Make one: explain(Gibbs(query, key)).")
+    return Explanation(explain_request(gibbs.request()))

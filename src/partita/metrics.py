@@ -1,6 +1,6 @@
 """What the statistics of a loss say about a classifier or a retriever, without ever holding its logits.
 
-    from the rank of the target           top-k accuracy, recall at k, mean reciprocal rank
+    from the rank of the target           top-k accuracy (recall at k), mean reciprocal rank
     from confidence and correctness       expected calibration error
     from log Z at two scales              Brier score:  sum_j p_j^2 = exp( log Z(2s) - 2 log Z(s) )
     from the surprise                     perplexity
@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita._checks import check_positive
-from partita.errors import ShapeError, ValueRangeError
+from partita._checks import check_whole
+from partita.errors import ShapeError
 from partita.gibbs import Gibbs
 from partita.rows import LossStats
 
@@ -23,7 +23,6 @@ __all__ = [
     "expected_calibration_error",
     "mean_reciprocal_rank",
     "perplexity",
-    "recall_at_k",
     "top_k_accuracy",
 ]
 
@@ -31,21 +30,13 @@ __all__ = [
 def top_k_accuracy(rank: Tensor | LossStats, k: int = 1) -> Tensor:
     """Share of rows whose target is among the k best; `rank` counts the keys that score higher, 0 is the best.
 
+    Where a query has one relevant key, this is recall at k.
+
     >>> top_k_accuracy(torch.tensor([0, 2, 5]), k=3)
     tensor(0.6667)
     """
-    if not isinstance(k, int) or k < 1:
-        raise ValueRangeError(f"k must be a whole number, at least 1; got {k!r}.")
+    check_whole("k", k, least=1)
     return _mean((_ranks(rank) < k).float())
-
-
-def recall_at_k(rank: Tensor | LossStats, k: int = 1) -> Tensor:
-    """Share of queries whose one relevant key is among the k best: with one relevant key, top-k accuracy.
-
-    >>> recall_at_k(torch.tensor([0, 2, 5]), k=1)
-    tensor(0.3333)
-    """
-    return top_k_accuracy(rank, k)
 
 
 def mean_reciprocal_rank(rank: Tensor | LossStats) -> Tensor:
@@ -77,7 +68,7 @@ def expected_calibration_error(
     >>> expected_calibration_error(torch.full((4,), 0.75), torch.tensor([True, True, True, False]))
     tensor(0.)
     """
-    check_positive("bins", bins)
+    check_whole("bins", bins, least=1)
     if isinstance(confidence, LossStats):
         kept = confidence.target_rank >= 0
         sure, right = confidence.confidence[kept], confidence.correct[kept]

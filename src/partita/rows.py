@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.engine import State, Stats, Sums
+from partita.engine import State, Stats
+from partita.engine.state import divided
+from partita.engine.sums import Sums
 from partita.errors import ValueRangeError
-from partita.gibbs import surprise
 
 __all__ = [
     "LossStats",
-    "by_rows",
-    "explicit",
-    "multiplier",
-    "output_dtype",
-    "probability",
+    "among_all_rows",
+    "blank_ignored",
+    "check_unit",
+    "in_row_blocks",
+    "loss_stats",
     "probabilities",
-    "read",
     "reduce_rows",
-    "spread",
+    "sums_of",
 ]
 
 _AT_ONCE = 1 << 20  # scores held at a time by a function that is applied to a few rows
@@ -53,42 +53,44 @@ class _LossFields(NamedTuple):
 class LossStats(_LossFields, Stats):  # type: ignore[misc]  # two tuples whose first six fields agree
     """The row statistics of `Stats`, and what a pass with a target knows besides.
 
-    A row that was ignored is like an empty one: log_partition and max_score -inf, visible 0, rank -1, the rest 0.
+    A row that was ignored is like an empty one: log_partition and max_score -inf, visible 0, rank -1, the rest 0; so it
+    is for one output per row and for several, eager and compiled.
     """
 
     __slots__ = ()
 
 
-def read(sums: Sums) -> LossStats:
+_IGNORED = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1}  # the other fields: 0
+
+
+def loss_stats(sums: Sums) -> LossStats:
     """Statistics of every row of a pass that had a target and counted its rank."""
     assert sums.rank is not None
     state = sums.state
-    inverse = 1.0 / torch.where(state.empty(), torch.ones_like(state.mass), state.mass)
-    confidence = torch.where(state.empty(), torch.zeros_like(inverse), inverse)
-    return LossStats(*state.stats(), sums.rank, sums.rank == 0, confidence, surprise(sums))
+    return LossStats(*state.stats(), sums.rank, sums.rank == 0, state.confidence(), sums.nll())
 
 
-def spread(stats: LossStats, kept: Tensor, shape: Sequence[int]) -> LossStats:
-    """Statistics of the kept rows put back among all rows; `kept` are flat positions."""
+def among_all_rows(stats: LossStats, kept: Tensor, shape: Sequence[int]) -> LossStats:
+    """Statistics of the kept rows put back among the ignored ones; `kept` are flat positions."""
     total = torch.Size(shape).numel()
-    blank = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1}
     out = []
     for name, rows in zip(LossStats._fields, stats, strict=True):
-        whole = rows.new_full((total,), blank.get(name, 0))
+        whole = rows.new_full((total,), _IGNORED.get(name, 0))
         out.append(whole.index_put((kept,), rows).reshape(tuple(shape)))
     return LossStats(*out)
 
 
-def explicit(scores: Tensor, target: Tensor) -> Sums:  # (..., n, K), (..., n)
+def blank_ignored(stats: LossStats, kept: Tensor) -> LossStats:
+    """Statistics of rows that all went through the pass, of which `kept` tells those that count."""
+    fields = zip(LossStats._fields, stats, strict=True)
+    return LossStats(*(torch.where(kept, x, torch.full_like(x, _IGNORED.get(name, 0))) for name, x in fields))
+
+
+def sums_of(scores: Tensor, target: Tensor) -> Sums:  # (..., n, K), (..., n)
     """What a pass would give for scores that already exist; -inf hides a key."""
     chosen = scores.gather(-1, target[..., None])
     rank = (scores.detach() > chosen.detach()).sum(-1)
-    return Sums(State.of(scores), chosen[..., 0], rank)
-
-
-def probability(nll: Tensor) -> Tensor:
-    """exp(-nll)."""
-    return (-nll).exp()
+    return Sums.of(State.of(scores), chosen[..., 0], rank)
 
 
 def probabilities(scores: Tensor) -> Tensor:  # (..., K)
@@ -96,11 +98,6 @@ def probabilities(scores: Tensor) -> Tensor:  # (..., K)
     state = State.of(scores)
     level = torch.where(state.empty(), torch.zeros_like(state.peak), state.log_partition())
     return (scores - level[..., None]).exp()
-
-
-def multiplier(log_scale: Tensor) -> Tensor:
-    """exp(log_scale): a scale kept positive by its logarithm."""
-    return log_scale.exp()
 
 
 def reduce_rows(rows: Tensor, reduction: str, total: Tensor | None = None) -> Tensor:
@@ -111,16 +108,12 @@ def reduce_rows(rows: Tensor, reduction: str, total: Tensor | None = None) -> Te
         return rows.sum()
     if total is None:
         return rows.sum() / max(rows.numel(), 1)
-    return rows.sum() / torch.where(total == 0, torch.ones_like(total), total)
+    return divided(rows.sum(), total)
 
 
-def output_dtype(tensor: Tensor) -> torch.dtype:
-    """Losses have the dtype of their input, and float32 under autocast, as torch's have."""
-    half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if half and torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
-
-
-def by_rows(function: Callable[..., Tensor], rows: Sequence[Tensor], shared: Sequence[Tensor], width: int) -> Tensor:
+def in_row_blocks(
+    function: Callable[..., Tensor], rows: Sequence[Tensor], shared: Sequence[Tensor], width: int
+) -> Tensor:
     """function(*rows, *shared) for a few rows at a time, joined; what it holds is computed again in the backward pass.
 
     `function` gives a result per row and may hold `width` numbers for each: nothing of size n * width stays. Whatever
@@ -129,11 +122,11 @@ def by_rows(function: Callable[..., Tensor], rows: Sequence[Tensor], shared: Seq
     if rows[0].shape[0] * width <= _SMALL:
         return function(*rows, *shared)
     step = max(1, _AT_ONCE // max(width, 1))
-    out: Tensor = _ByRows.apply(function, len(rows), step, *rows, *shared)  # type: ignore[no-untyped-call]
+    out: Tensor = _InRowBlocks.apply(function, len(rows), step, *rows, *shared)  # type: ignore[no-untyped-call]
     return out
 
 
-class _ByRows(torch.autograd.Function):
+class _InRowBlocks(torch.autograd.Function):
     """Forward and backward in pieces; torch's checkpoint would keep every piece until the last is done."""
 
     @staticmethod

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from partita._checks import check_pair, check_positive
-from partita.engine import terms as _terms
+from partita.engine.terms import window_mask
 from partita.errors import ShapeError, ValueRangeError
-from partita.support import Support
+from partita.support import Support, check_support
 
 __all__ = [
     "CalibratedLog",
@@ -42,7 +42,7 @@ class Policy:
     """Abstract: a multiplier per row from the number of visible keys and the dimension."""
 
     def __call__(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
-        return self.multiplier(_count(visible), dim)
+        return self.multiplier(_count(visible, query), max(dim, 1))
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         raise TypeError("Policy is abstract; use partita.scale.LogLength() and its like.")
@@ -53,10 +53,16 @@ class Policy:
         return query * (scale[..., None] if scale.dim() else scale).to(query.dtype)
 
 
-def _count(visible: Tensor | int) -> Tensor:
-    """n as floating numbers, at least 1: a row without keys has no use for its scale, but 0 * -inf would be nan."""
-    n = torch.as_tensor(visible) if isinstance(visible, Tensor) else torch.tensor(float(visible), dtype=torch.float64)
-    n = n if n.is_floating_point() else n.to(torch.get_default_dtype())
+def _count(visible: Tensor | int, query: Tensor | None = None) -> Tensor:
+    """n as floating numbers, at least 1: a row without keys has no use for its scale, but 0 * -inf would be nan.
+
+    A tensor of whole numbers is counted in float32, for a query of float64 in float64; torch's default has no say.
+    """
+    if not isinstance(visible, Tensor):
+        device = "cpu" if query is None else query.device
+        return torch.tensor(max(float(visible), 1.0), dtype=torch.float64, device=device)
+    wide = query is not None and query.dtype == torch.float64
+    n = visible if visible.is_floating_point() else visible.to(torch.float64 if wide else torch.float32)
     return n.clamp(min=1.0)
 
 
@@ -193,13 +199,20 @@ class ScalableSoftmax(nn.Module, Policy):
     `visible` is (..., n_query) or (..., heads, n_query); the result has a head dimension.
     """
 
-    def __init__(self, heads: int, init: float = 1.0):
+    def __init__(
+        self,
+        heads: int,
+        init: float = 1.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_positive("heads", heads)
-        self.s = nn.Parameter(torch.full((heads,), float(init)))
+        self.s = nn.Parameter(torch.full((heads,), float(init), device=device, dtype=dtype))
 
     def forward(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
-        return self.multiplier(_count(visible), dim)
+        return self.multiplier(_count(visible, query), max(dim, 1))
 
     __call__ = nn.Module.__call__
 
@@ -210,6 +223,9 @@ class ScalableSoftmax(nn.Module, Policy):
                 f"ScalableSoftmax has {heads} heads; the rows have {tuple(n.shape)}, heads second from the right."
             )
         return self.s.to(n.dtype)[:, None] * n.log() / math.sqrt(dim)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.s.shape[0]}"
 
 
 @dataclass(frozen=True)
@@ -271,6 +287,7 @@ def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) ->
     Streams over rows; nothing of size n_query * n_key is held at once for long inputs.
     """
     check_pair(query, key)
+    check_support(support)
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     n_query, n_key = query.shape[-2], key.shape[-2]
     terms = () if support is None else support.bind(n_query, n_key, batch, query.device)
@@ -279,7 +296,7 @@ def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) ->
     for first in range(0, n_query, step):
         part = slice(first, min(first + step, n_query))
         score = query[..., part, :].double() @ key.double().mT
-        seen = _terms.window_mask(terms, part, slice(0, n_key), query.device) if terms else None
+        seen = window_mask(terms, part, slice(0, n_key), query.device) if terms else None
         seen = torch.ones_like(score) if seen is None else seen.expand_as(score).double()
         n = seen.sum(-1)
         score = torch.where(seen > 0, score, torch.zeros_like(score))

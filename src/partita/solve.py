@@ -13,12 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from partita import _checks, engine
+from partita import _checks
 from partita.engine import State
-from partita.engine import terms as _terms
-from partita.engine.state import product
+from partita.engine.execute import execute
+from partita.engine.request import build
+from partita.engine.terms import visible as visible_keys
 from partita.errors import ShapeError, ValueRangeError
-from partita.support import Support, mask
+from partita.precision import product
+from partita.support import Support, check_support, mask
 
 __all__ = ["as_mask", "solve_scale"]
 
@@ -50,16 +52,17 @@ def solve_scale(
     """
     if (entropy is None) == (width is None):
         raise ValueRangeError("give exactly one of entropy (nats) and width (keys).")
+    check_support(support)
     if bias is not None:
         support = as_mask(bias, support)
-    rows = engine.build(query, key, support=support, grouped=grouped)
-    count = _terms.visible(rows.terms, rows.n_query, rows.n_key, rows.batch, query.device)
+    rows = build(query, key, support=support, grouped=grouped)
+    count = visible_keys(rows.terms, rows.n_query, rows.n_key, rows.batch, query.device)
     n = rows.ungroup(count).to(rows.dtype)
     target = _target(entropy, width, n)
 
     def at(scale: Tensor) -> State:
-        request = engine.build(query, key, scale=scale, support=support, grouped=grouped)
-        return engine.reduce(request).state
+        request = build(query, key, scale=scale, support=support, grouped=grouped)
+        return execute(request).state
 
     with torch.no_grad():
         solved, reached = _search(at, target.detach(), n, _spread(query, key, n, grouped))

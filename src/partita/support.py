@@ -20,12 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita._checks import check_bool, check_index_dtype, has_values, shape_text
-from partita.engine import terms as _terms
-from partita.engine.terms import Term
+from partita._checks import check_bool, check_index_dtype, check_positions, check_whole, has_values, shape_text
+from partita.engine.terms import Term, window_mask
+from partita.engine.terms import visible as visible_keys
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 
-__all__ = ["Support", "all", "causal", "lengths", "mask", "not_self", "segments", "window"]
+__all__ = ["Support", "all", "causal", "check_support", "lengths", "mask", "not_self", "segments", "window"]
+
+_PRINTED = 32  # entries of a tensor that a repr writes out; a larger one is named by its kind and shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,16 @@ class Support:
 
     def __or__(self, other: Support) -> Support:
         return _Either(self, _support(other))
+
+    def __bool__(self) -> bool:
+        raise DtypeError(
+            "a support is neither true nor false: `and`, `or` and `not` would drop one side of it. "
+            "Join supports with & and |, and ask `support is not None` whether there is one."
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it was made of, whose later changes a reader may want to notice."""
+        return ()
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         raise TypeError("Support is abstract; use support.causal(), support.lengths(...) and their like.")
@@ -50,7 +62,7 @@ class Support:
         tensor([1, 2, 3])
         """
         where = _device(device)
-        return _terms.visible(self.bind(n_query, n_key, batch, where), n_query, n_key, batch, where)
+        return visible_keys(self.bind(n_query, n_key, batch, where), n_query, n_key, batch, where)
 
     def dense(
         self, n_query: int, n_key: int, batch: Sequence[int] = (), device: torch.device | str | None = None
@@ -64,16 +76,39 @@ class Support:
         """
         where = _device(device)
         terms = self.bind(n_query, n_key, batch, where)
-        out = _terms.window_mask(terms, slice(0, n_query), slice(0, n_key), where)
+        out = window_mask(terms, slice(0, n_query), slice(0, n_key), where)
         if out is None:
             out = torch.ones((), dtype=torch.bool, device=where)
         return out.expand(*batch, n_query, n_key)
 
 
+def check_support(given: object) -> None:
+    """None, or a support; what is often given in its place is told how to become one."""
+    if given is None or isinstance(given, Support):
+        return
+    if isinstance(given, Tensor):
+        hint = "A boolean tensor becomes one with support.mask(tensor), numbers to be added are a bias"
+    elif callable(given):
+        hint = f"Call it: support.{getattr(given, '__name__', 'causal')}(...)"
+    else:
+        hint = "Make one with support.causal(), support.mask(tensor) and their like"
+    raise DtypeError(f"support must be a partita.support; got {type(given).__name__}. {hint}.")
+
+
 def _support(other: object) -> Support:
-    if not isinstance(other, Support):
-        raise DtypeError(f"a support joins only with a support; got {type(other).__name__}. Use support.mask(tensor).")
+    if other is None:
+        raise DtypeError("a support joins only with a support; got None.")
+    check_support(other)
+    assert isinstance(other, Support)
     return other
+
+
+def _text(tensor: Tensor) -> str:
+    """A small tensor as one may type it, a large one by what it is."""
+    if not has_values(tensor) or tensor.numel() > _PRINTED:
+        return f"<{str(tensor.dtype).removeprefix('torch.')} {shape_text(tensor)}>"
+    kind = "" if tensor.dtype in (torch.bool, torch.int64) and tensor.numel() else f", dtype={tensor.dtype}"
+    return f"torch.tensor({tensor.tolist()}{kind})"
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -82,6 +117,9 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 @dataclass(frozen=True, eq=False)
 class _All(Support):
+    def __repr__(self) -> str:
+        return "support.all()"
+
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         return (Term(),)
 
@@ -94,11 +132,19 @@ class _Band(Support):
     right: int | None
     bottom: bool = False  # distances counted from the bottom right corner
 
+    def __repr__(self) -> str:
+        if self.left is None and self.right == 0:
+            return 'support.causal("bottom-right")' if self.bottom else "support.causal()"
+        return f"support.window({self.left}, {self.right})"
+
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
+        check_positions(n_query, n_key)
         shift = n_key - n_query if self.bottom else 0
         row = torch.arange(n_query, device=device, dtype=torch.int32).view(*[1] * len(batch), n_query) + shift
-        start = None if self.left is None else row - self.left
-        stop = None if self.right is None else row + (self.right + 1)
+        # a distance past every position is as good as any larger one, and 32 bits hold it
+        furthest = n_query + n_key
+        start = None if self.left is None else row - max(-furthest, min(self.left, furthest))
+        stop = None if self.right is None else row + (max(-furthest, min(self.right, furthest)) + 1)
         return (Term(start=start, stop=stop),)
 
 
@@ -106,21 +152,38 @@ class _Band(Support):
 class _Lengths(Support):
     key_lengths: Tensor | int
 
+    def __repr__(self) -> str:
+        given = self.key_lengths
+        return f"support.lengths({_text(given) if isinstance(given, Tensor) else given})"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.key_lengths,) if isinstance(self.key_lengths, Tensor) else ()
+
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
-        given = torch.as_tensor(self.key_lengths).to(device)
+        check_positions(n_query, n_key)
+        given = torch.as_tensor(self.key_lengths, device=device)
         if has_values(given) and given.numel() and int(given.max()) > n_key:
             raise ValueRangeError(
                 f"key_lengths must be at most the number of keys, {n_key}; got {int(given.max())}. "
                 f"Give the keys before cropping, or clamp the lengths."
             )
         aligned = _leading("key_lengths", given, (), batch)
-        return (Term(stop=aligned[..., None].to(torch.int32).expand(*aligned.shape, n_query)),)
+        # where values cannot be looked at a length may be anything, and must not wrap round in 32 bits
+        stop = aligned.clamp(0, n_key).to(torch.int32)
+        return (Term(stop=stop[..., None].expand(*aligned.shape, n_query)),)
 
 
 @dataclass(frozen=True, eq=False)
 class _Segments(Support):
     query_ids: Tensor
     key_ids: Tensor
+
+    def __repr__(self) -> str:
+        ids = (self.query_ids,) if self.query_ids is self.key_ids else (self.query_ids, self.key_ids)
+        return f"support.segments({', '.join(map(_text, ids))})"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.query_ids, self.key_ids
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         query = _leading("q_ids", self.query_ids.to(device), (n_query,), batch)
@@ -130,6 +193,9 @@ class _Segments(Support):
 
 @dataclass(frozen=True, eq=False)
 class _NotSelf(Support):
+    def __repr__(self) -> str:
+        return "support.not_self()"
+
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         return (Term(hole=True),)
 
@@ -137,6 +203,12 @@ class _NotSelf(Support):
 @dataclass(frozen=True, eq=False)
 class _Mask(Support):
     keep: Tensor
+
+    def __repr__(self) -> str:
+        return f"support.mask({_text(self.keep)})"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.keep,)
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         keep = self.keep.to(device)
@@ -160,16 +232,28 @@ class _Both(Support):
     a: Support
     b: Support
 
+    def __repr__(self) -> str:
+        return " & ".join(f"({x!r})" if isinstance(x, _Either) else repr(x) for x in (self.a, self.b))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.a.tensors() + self.b.tensors()
+
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         a = self.a.bind(n_query, n_key, batch, device)
         b = self.b.bind(n_query, n_key, batch, device)
-        return tuple(_terms.conjunction(x, y) for x in a for y in b)
+        return tuple(x & y for x in a for y in b)
 
 
 @dataclass(frozen=True, eq=False)
 class _Either(Support):
     a: Support
     b: Support
+
+    def __repr__(self) -> str:
+        return f"{self.a!r} | {self.b!r}"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.a.tensors() + self.b.tensors()
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         terms = self.a.bind(n_query, n_key, batch, device) + self.b.bind(n_query, n_key, batch, device)
@@ -229,6 +313,7 @@ def lengths(key_lengths: Tensor | int) -> Support:
         check_index_dtype("key_lengths", key_lengths)
         negative = has_values(key_lengths) and key_lengths.numel() > 0 and int(key_lengths.min()) < 0
     elif isinstance(key_lengths, int) and not isinstance(key_lengths, bool):
+        check_whole("key_lengths", key_lengths)
         negative = key_lengths < 0
     else:
         raise DtypeError(f"key_lengths must be an integer or an integer tensor; got {type(key_lengths).__name__}.")

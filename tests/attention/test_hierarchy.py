@@ -7,7 +7,7 @@ import torch
 
 import partita
 from partita import support
-from partita.attn import ALiBi, blockwise_attention, hierarchical_attention, segmented_attention
+from partita.attn import ALiBi, blockwise_attention, hierarchical_attention
 from partita.errors import ShapeError, ValueRangeError
 from partita.scale import LogLength
 
@@ -44,8 +44,9 @@ def test_merged_blocks_are_full_attention(block, options):
 
 def test_segments_are_blind_to_other_segments_and_policies_count_them():
     q, k, v = make()
-    got, stats = segmented_attention(q, k, v, 5, scale=LogLength(reference=8), return_stats=True)
     ids = torch.arange(23) // 5
+    segments = partita.support.segments(ids)
+    got, stats = partita.attention(q, k, v, support=segments, scale=LogLength(reference=8), return_stats=True)
     same = ids[:, None] == ids
     want = partita.attention(q, k, v, same, scale=LogLength(reference=8))
     torch.testing.assert_close(got, want)

@@ -219,7 +219,7 @@ def test_entropy_invariant_attention_counts_visible_keys():
     _, stats = layer(x, y, attn_mask=hidden, return_stats=True)
     seen = (~hidden).sum(-1)
     assert torch.equal(stats.visible, seen[:, None].expand(3, 2, 5).double())
-    q, k, v = layer._project(x, y, y)
+    q, k, v = layer.project(x, y, y)
     scores = 3.0 * seen.clamp(min=1).log()[:, None, :, None] / 4 * (q @ k.mT)
     weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
     want = layer.out_proj((weights @ v).transpose(1, 2).flatten(2))

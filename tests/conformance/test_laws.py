@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import partita
-from partita import engine, reference
+from partita import reference
+from partita.engine.backends.tiled import tile_shape
 from tests.conformance.serving import serving
 from tests.strategies import INF, masked, problems
 from tests.tolerances import assert_exact, assert_same_statistics
@@ -79,7 +80,7 @@ def test_tile_size_changes_nothing(p, rows, cols):
     with serving("dense"):
         whole, mean, nll = p.gibbs().stats(), p.gibbs().expectation(p.value), p.gibbs().nll(p.target)
         rank = p.gibbs().target_rank(p.target)
-    with engine.tile_shape(rows, cols), partita.backend("tiled"):
+    with tile_shape(rows, cols), partita.backend("tiled"):
         assert_same_statistics(p.gibbs().stats(), whole, p.magnitude)
         assert_exact(p.gibbs().expectation(p.value), mean, magnitude=p.magnitude)
         assert_exact(p.gibbs().nll(p.target), nll, magnitude=p.magnitude)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import tomllib
 import torch
 
 from partita.lab.draw import svg
@@ -21,7 +22,7 @@ from partita.lab.experiment import SIZES, Cell, Experiment, Row, Verdict
 from partita.lab.experiments import find, names
 from partita.lab.store import Store
 
-IDS = {line.split()[0] for line in (Path(__file__).parents[1] / "theory" / "ids.txt").read_text().splitlines()}
+IDS = set(tomllib.loads((Path(__file__).parents[2] / "docs" / "statements.toml").read_text(encoding="utf-8")))
 
 
 def found(name: str) -> Experiment:

@@ -150,9 +150,9 @@ def _row(
         0.2,
     )
     if sick and layer == 1 and head < 3:
-        ne = 0.02
+        ne = 0.004
     if sick and layer == 2 and head < 2:
-        ne = 0.995
+        ne = 0.9995
     if sick and layer == 3 and head == 4:
         sink = 0.7
     if sick and layer == 4 and head in (0, 5):
@@ -162,14 +162,14 @@ def _row(
     if sick and layer == 5 % max(1, len({k[0] for k in level})) and head == 0 and t == steps - 1:
         bad = 4.0
     if sick and layer == 3 and head == 0 and t > steps // 2:
-        ne = max(0.1, ne - 0.45)
+        ne = max(0.05, ne - 0.55)
     h = ne * math.log(128)
     row = {
         "entropy": h,
         "normalized_entropy": ne,
-        "entropy_p05": max(0.0, ne - 0.12),
-        "entropy_p50": ne,
-        "entropy_p95": min(1.0, ne + 0.1),
+        "normalized_entropy_p05": max(0.0, ne - 0.12),
+        "normalized_entropy_p50": ne,
+        "normalized_entropy_p95": min(1.0, ne + 0.1),
         "effective_width": math.exp(h),
         "max_score": peak,
         "log_partition": peak + 1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 import synthetic
 
 from partita.lab.report import notebook, pack, render, write
-from partita.monitor.findings import find
+from partita.lab.report.verdict import sentence
+from partita.monitor.findings import Thresholds, find, verdicts
 from partita.monitor.record import Record
 
 RECORDS: dict[str, Callable[[], Record]] = {
@@ -102,9 +104,9 @@ def test_findings_are_those_of_the_record(tmp_path: Path, visit: Any) -> None:
     assert shown == [f.code for f in find(record)]
     page.locator("[data-code=HEAD_UNIFORM] a").click()
     assert page.locator("#head-title").inner_text() == "Layer 2, head 0"
-    assert "Too uniform" in page.locator("#reading").inner_text()
+    assert "selects nothing" in page.locator("#reading").inner_text()
     page.locator("[data-code=HEAD_COLLAPSED] a").click()
-    assert "Too peaked" in page.locator("#reading").inner_text()
+    assert "half of its rows" in page.locator("#reading").inner_text()
     page.locator("#cell-5-5").click()
     assert "Healthy" in page.locator("#reading").inner_text()
 
@@ -168,6 +170,20 @@ def test_two_runs_compare(tmp_path: Path, visit: Any) -> None:
 
     assert shown == pytest.approx(last(two) - last(one), abs=1e-6)
     assert page.locator("#compare tr").count() == 9
+    seen.assert_quiet()
+
+
+def test_runs_are_called_by_their_titles(tmp_path: Path, visit: Any) -> None:
+    one, two = synthetic.record(seed=1), synthetic.record(2, 4, sick=True)
+    one.provenance["title"], two.provenance["title"] = "before the change", "after the change"
+    page, seen = visit(write(one, tmp_path / "r.html", other=two))
+    heads = page.locator("#compare th").all_inner_texts()
+    assert heads[1:3] == ["before the change", "after the change"]
+    assert page.locator("#difference").inner_text() == "difference to after the change"
+    shown = page.evaluate("[...document.querySelectorAll('#comparison [data-code]')].map(n => n.dataset.code)")
+    assert shown == [f.code for f in find(two)] and shown
+    text = page.locator("body").inner_text()
+    assert "other run" not in text and "this run" not in page.locator("#comparison").inner_text()
     seen.assert_quiet()
 
 
@@ -300,7 +316,8 @@ def test_contrastive_health_is_shown(tmp_path: Path, visit: Any) -> None:
 
 def test_a_head_with_nan_is_not_called_healthy(tmp_path: Path, visit: Any) -> None:
     page, _ = visit(write(synthetic.record(missing=True), tmp_path / "r.html"))
-    assert page.locator("#reading").inner_text().startswith("Broken")
+    text = page.locator("#reading").inner_text()
+    assert text.startswith("Needs a look") and "NaN or infinite" in text
 
 
 def test_what_was_not_seen_is_not_called_fine(tmp_path: Path, visit: Any) -> None:
@@ -314,3 +331,125 @@ def test_what_was_not_seen_is_not_called_fine(tmp_path: Path, visit: Any) -> Non
     assert marks(Record()) == []
     page, _ = visit(write(Record(), tmp_path / "r.html"))
     assert page.locator("#findings svg").get_attribute("aria-label") == "warning"
+
+
+def test_a_head_has_one_verdict_everywhere(tmp_path: Path, visit: Any) -> None:
+    """The sentence, the marks of the atlas and the head's own section agree, for every head."""
+    record = synthetic.record(sick=True)
+    look = verdicts(find(record))
+    page, _ = visit(write(record, tmp_path / "r.html"))
+    assert f"{len(look)} need a look" in page.locator("#sentence").inner_text()
+    assert page.locator("#atlas svg.cells path[stroke='var(--error)']").count() == len(look)
+    for layer in range(6):
+        for head in range(0, 12, 2):
+            page.locator(f"#cell-{layer}-{head}").click()
+            reading = page.locator("#reading")
+            assert reading.inner_text().startswith("Needs a look" if (layer, head) in look else "Healthy")
+            label = look[layer, head][0].severity if (layer, head) in look else "fine"
+            assert reading.locator("svg").get_attribute("aria-label") == label
+
+
+def test_one_number_for_one_name(tmp_path: Path, visit: Any) -> None:
+    record = synthetic.record(sick=True)
+    page, _ = visit(write(record, tmp_path / "r.html"))
+    (found,) = [f for f in find(record) if f.code == "HEAD_COLLAPSED"]
+    shown = re.search(r"head (\d+) have H / log n below ([\d.]+) \(mean over rows ([\d.]+)", found.evidence)
+    assert shown is not None
+    page.locator(f"#cell-1-{shown[1]}").click()
+    said = page.locator("#reading").inner_text()
+    below, mean = re.search(r"below (\d+\.\d+)", said), re.search(r"Mean H / log n (\d+\.\d+)", said)
+    assert below is not None and mean is not None
+    assert float(below[1]) == pytest.approx(float(shown[2]), abs=5e-4)
+    assert float(mean[1]) == pytest.approx(float(shown[3]), abs=5e-4)
+    assert "median over the last quarter" in said and "median over the last quarter" in found.evidence
+
+
+@pytest.mark.parametrize("width", [390, 1024])
+def test_meaning_and_remedy_are_in_plain_sight(width: int, tmp_path: Path, visit: Any) -> None:
+    record = synthetic.record(sick=True)
+    page, _ = visit(write(record, tmp_path / "r.html"), width, 768)
+    for i, finding in enumerate(find(record)[:5]):
+        item = page.locator("#findings li").nth(i)
+        assert finding.meaning in item.inner_text() and f"Try: {finding.action}" in item.inner_text()
+    cut = (
+        "[...document.querySelectorAll('#findings *')].filter(n => n.scrollWidth > n.clientWidth + 1 && n.clientWidth)"
+    )
+    assert page.evaluate(cut + ".length") == 0
+    assert all("Try:" not in t for t in page.locator("li:has(svg[aria-label=info])").all_inner_texts())
+
+
+def test_the_words_of_the_page_are_defined_once(tmp_path: Path, visit: Any) -> None:
+    page, _ = visit(write(synthetic.record(), tmp_path / "r.html"))
+    words = page.locator("#words dt").all_inner_texts()
+    assert {"H", "H / log n", "width", "sink", "score", "log Z"} <= set(words) and len(words) == len(set(words))
+    assert page.locator("dl.words").count() == 1
+
+
+def test_the_line_of_the_chart_is_the_threshold(tmp_path: Path, visit: Any) -> None:
+    page, _ = visit(write(synthetic.record(sick=True), tmp_path / "r.html"))
+    assert f"warning {Thresholds().logit_warning:g}" in page.locator("#logits svg").text_content()
+
+
+def frozen() -> Record:
+    record = synthetic.record(3, 4, 8)
+    for block in record.blocks:
+        block.training = False
+    record.losses = record.losses[:2]
+    return record
+
+
+def test_a_frozen_model_has_inputs_and_no_steps(tmp_path: Path, visit: Any) -> None:
+    page, seen = visit(write(frozen(), tmp_path / "r.html"))
+    text = page.locator("body").inner_text()
+    assert not re.search(r"\bsteps?\b", re.sub(r"[a-z_]*_steps?[a-z_]*", "", text)), re.findall(r".*\bsteps?\b.*", text)
+    assert "learning rate" not in text and page.locator("#step-value").inner_text() == "input 70"
+    assert "no curve" in page.locator("#depth-loss").inner_text() and page.locator("#depth-loss .body svg").count() == 0
+    assert page.locator("#output-0 .body svg").count() == 0
+    seen.assert_quiet()
+
+
+def test_a_damaged_map_does_not_empty_the_page(tmp_path: Path, visit: Any) -> None:
+    for data in ("!!!", None, "AAAA", 7):
+        record = synthetic.record(2, 2, 3)
+        record.maps[0]["data"] = data
+        page, seen = visit(write(record, tmp_path / "r.html"), hash="#head=L0H0")
+        assert "damaged" in page.locator("#head-map").inner_text() and page.locator("rect.cell").count() == 4
+        seen.assert_quiet()
+
+
+def test_a_long_page_can_be_travelled_on_a_phone(tmp_path: Path, visit: Any) -> None:
+    page, _ = visit(write(synthetic.record(), tmp_path / "r.html"), 390, 800)
+    link = page.locator(".index a", has_text="Method")
+    assert page.locator(".index").is_visible()
+    page.emulate_media(reduced_motion="reduce")  # jumps at once
+    link.click()
+    assert page.evaluate("document.getElementById('method').getBoundingClientRect().top") < 400
+    page, _ = visit(write(synthetic.record(), tmp_path / "r.html"), 1024, 768)
+    assert not page.locator(".index").is_visible()  # the first screen is for the answer
+    page.evaluate("scrollTo(0, 600)")
+    page.wait_for_selector(".index", state="visible")
+
+
+def test_dots_of_every_layer_can_be_seen_in_the_dark(tmp_path: Path, visit: Any) -> None:
+    page, _ = visit(write(synthetic.record(), tmp_path / "r.html"), hash="#theme=dark")
+    edges = page.evaluate(
+        "[...document.querySelectorAll('#sinks circle[r=\\'4\\']')].map(c => getComputedStyle(c).stroke)"
+    )
+    assert len(edges) == 72 and set(edges) == {"rgba(230, 232, 235, 0.64)"}
+
+
+def test_the_advisor_names_the_scale_of_the_call(tmp_path: Path, visit: Any) -> None:
+    for scale, said in ((0.125, "the scale of the call, 0.125, becomes"), (None, "from row to row"), (1.0, "folded")):
+        record = synthetic.record(1, 2, 4)
+        record.curves[0]["scale"] = scale
+        page, _ = visit(write(record, tmp_path / "r.html"))
+        assert said in page.locator("#advice").inner_text()
+
+
+def test_nothing_recorded_is_not_called_fine() -> None:
+    record = synthetic.record(2, 3, 4)
+    record.blocks = []
+    assert sentence(record, find(record)).startswith("None of 6 heads was recorded")
+    part = synthetic.record(2, 3, 4)
+    part.blocks = [b for b in part.blocks if b.layer == 0]
+    assert sentence(part, find(part)).startswith("3 of 6 heads watched")

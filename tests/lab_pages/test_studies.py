@@ -5,19 +5,26 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import synthetic
 
+from partita.lab import study
 from partita.lab.cli import main
 from partita.lab.draw import svg
+from partita.lab.experiment import Verdict
+from partita.lab.experiments import find
 from partita.lab.figure import Figure, Line, Panel
 from partita.lab.report import render, write
 from partita.lab.report.studies import KIND, LARGEST, gather
-from partita.monitor.record import Record, load_record
+from partita.lab.store import Store
+from partita.monitor import Record, load_record
 
 EVIL = synthetic.HOSTILE
 
@@ -146,3 +153,41 @@ def test_report_takes_a_folder_of_studies(tmp_path: Path, visit: Any, capsys: py
     page, seen = visit(Path(out))
     assert page.locator("#studies figure").count() == 2 and page.locator("#experiment-0 path.line").count() > 0
     seen.assert_quiet()
+
+
+def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
+    studies = tmp_path / "studies"
+    studies.mkdir()
+    (tmp_path / "secret-quick.svg").write_text(picture("secret"), encoding="utf-8")
+    (studies / "linked-quick.svg").symlink_to(tmp_path / "secret-quick.svg")
+    kept = {k: v for k, v in row().items() if k not in ("study", "size", "figure")}
+    verdicts = {"../secret": {"quick": kept}, "linked": {"quick": kept}, "odd": 3, "/etc/passwd": {"quick": kept}}
+    (studies / "verdicts.json").write_text(json.dumps(verdicts))
+    (found,) = gather(studies)
+    assert found["name"] == "linked" and found["figure"] is None
+    (studies / "verdicts.json").write_text("[1]")
+    assert gather(studies) == []
+
+
+def test_verdicts_of_several_runs_at_once_are_all_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fcntl", reason="no file locks on this system")
+    real = json.loads
+
+    def slow(text: str) -> Any:
+        found = real(text)
+        time.sleep(0.02)  # whoever reads now and writes later would lose what was written in between
+        return found
+
+    monkeypatch.setattr(study.json, "loads", slow)
+    base, verdict = find("positions"), Verdict("holds", "seen")
+    (tmp_path / "verdicts.json").write_text("{}")
+
+    def remember(name: str) -> None:
+        one = replace(base, name=name)
+        study._remember(tmp_path, one, "tiny", verdict, Store(tmp_path, name, "tiny"), [])
+
+    names = [f"study{i}" for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(remember, names))
+    assert sorted(real((tmp_path / "verdicts.json").read_text())) == names
+    assert [p.name for p in tmp_path.iterdir()] == ["verdicts.json"]

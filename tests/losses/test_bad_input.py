@@ -25,7 +25,6 @@ from partita.losses import (
     linear_cross_entropy,
     mse_loss,
     nce_loss,
-    weighted_cross_entropy,
 )
 
 X, W, Y = torch.randn(4, 3), torch.randn(5, 3), torch.tensor([0, 1, 4, 2])
@@ -74,10 +73,16 @@ CASES = {
     "focal, alpha of the wrong length": (lambda: focal_loss(Z, Y, alpha=torch.ones(4)), ShapeError, "alpha"),
     "focal of probabilities": (lambda: focal_loss(Z, Z), DtypeError, "class indices"),
     "squared error of what": (lambda: mse_loss(Z, Y, on="scores"), ValueRangeError, "'probabilities' or 'logits'"),
-    "weights divided by what": (
-        lambda: weighted_cross_entropy(Z, Y, torch.ones(5), divide_by="n"),
-        ValueRangeError,
-        "divide_by",
+    "a target of -1": (lambda: linear_cross_entropy(X, W, Y - 1), TargetError, "ignore_index"),
+    "a bad target and class weights": (
+        lambda: linear_cross_entropy(X, W, Y + 1, weight=torch.ones(5)),
+        TargetError,
+        "0 <= target < 5",
+    ),
+    "a module for its weight": (
+        lambda: linear_cross_entropy(X, torch.nn.Linear(3, 5), Y),
+        DtypeError,
+        "module.weight",
     ),
     "no noise": (lambda: nce_loss(X[:, 0], X[:, :0], X[:, 0], X[:, :0]), ShapeError, "at least one noise"),
     "noise of another length": (lambda: nce_loss(X[:, 0], X[:3], X[:, 0], X[:3]), ShapeError, "noise_score"),

@@ -331,7 +331,7 @@ def test_a_single_pair_has_nothing_to_contrast_with():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.2, 0.1, 0.05, 0.02])
 def test_low_temperature_pushes_the_hardest_negative(temperature):
-    """M-INC-7: the hardest negative's share tends to 1; the gradient's length is not monotone."""
+    """M-INC-7: the hardest negative's share of the push is its softmax among the negatives."""
     q = torch.eye(4, dtype=torch.float64)[:1]
     similarity = torch.tensor([0.9, 0.5, 0.2]).double()
     keys = torch.stack([similarity, (1 - similarity**2).sqrt(), torch.zeros(3), torch.zeros(3)], 1).double()
@@ -339,3 +339,27 @@ def test_low_temperature_pushes_the_hardest_negative(temperature):
     weights = (similarity[1:] / temperature).softmax(-1)
     torch.testing.assert_close(stats.hardest_share[0], weights[0])
     assert math.isclose(stats.effective_negatives.item(), torch.exp(-(weights * weights.log()).sum()), rel_tol=1e-9)
+
+
+def test_gradients_grow_and_die_with_the_temperature():
+    """M-INC-7: as the temperature falls an easy positive's gradient rises, then vanishes; a hard one's only rises."""
+    q = torch.eye(4, dtype=torch.float64)[:1].requires_grad_()
+    temperatures = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
+    lengths = {}
+    for kind, similarity in (("easy", [0.9, 0.5, 0.2]), ("hard", [0.2, 0.9, 0.5])):
+        cosine = torch.tensor(similarity, dtype=torch.float64)
+        zero = torch.zeros(3, dtype=torch.float64)
+        keys = torch.stack([cosine, (1 - cosine**2).sqrt(), zero, zero], 1)
+        found = []
+        for t in temperatures:
+            loss = info_nce_loss(q, keys[:1], keys[1:], temperature=t, normalize=False)
+            (grad,) = torch.autograd.grad(loss, q)
+            p = (cosine / t).softmax(-1)
+            torch.testing.assert_close(grad[0], (p @ keys - keys[0]) / t)  # prefactor 1/t, and the sharpness of p
+            found.append(float(grad.norm()))
+        lengths[kind] = found
+    easy, hard = lengths["easy"], lengths["hard"]
+    top = easy.index(max(easy))
+    assert 0 < top < len(easy) - 1
+    assert easy[-1] < 1e-4 * easy[top]
+    assert hard == sorted(hard)

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import partita
-from partita.engine import Stats, native_library, native_tally
+from partita.engine import Stats
+from partita.engine.backends.native import library as native_library
+from partita.engine.backends.native import statistics as native_tally
 from partita.monitor.accumulator import Accumulator, blocks
 from partita.monitor.measure import FirstKey
 from partita.monitor.scores import Scores

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita
-from partita.monitor import CODES, Thresholds, Watch, watch
+from partita.monitor import CODES, Finding, Thresholds, Watch, watch
+from partita.monitor.findings import Findings, verdicts
 
 
 class Heads(nn.Module):
@@ -26,8 +27,8 @@ def healthy(n: int = 64, heads: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]
     return torch.randn(2, heads, n, 16, generator=g), torch.randn(2, heads, n, 16, generator=g)
 
 
-def run(*steps: tuple[Tensor, Tensor]) -> Watch:
-    model = Heads()
+def run(*steps: tuple[Tensor, Tensor], train: bool = True) -> Watch:
+    model = Heads().train(train)
     with watch(model) as w:
         for query, key in steps:
             model(query, key)
@@ -60,7 +61,7 @@ def test_collapsed_head() -> None:
     w = run((query, key))
     found = [f for f in w.findings() if f.code == "HEAD_COLLAPSED"]
     assert [f.heads for f in found] == [((0, 2),)] and found[0].severity == "warning"
-    assert "collapsed < 0.05" in str(found[0]) and found[0].action and found[0].meaning
+    assert "collapsed < 0.01" in str(found[0]) and found[0].action and found[0].meaning
 
 
 def test_uniform_head() -> None:
@@ -106,14 +107,27 @@ def test_sudden_entropy_drop_and_not_slow_learning() -> None:
 
 
 def test_length_dilution() -> None:
-    w = run(*[healthy(n) for n in (32, 64, 128, 256)])
+    steps = [healthy(n) for n in (32, 64, 128, 256)]
+    (found,) = run(*steps).findings()  # trained at all of these lengths
+    assert found.code == "LENGTH_DILUTION" and "32" in found.evidence and "256" in found.evidence
+    assert found.severity == "info" and not found.action
+    frozen = run(*steps, train=False)
+    assert [f.severity for f in frozen.findings()] == ["info"]  # nobody knows what it was trained at
+    frozen.record.provenance["training_length"] = 256
+    assert [f.severity for f in frozen.findings()] == ["info"]
+    frozen.record.provenance["training_length"] = 128
+    (found,) = frozen.findings()
+    assert found.severity == "warning" and "trained at up to 128" in found.evidence
+    assert "depends on the model" in found.action
+
+
+def test_advice_on_the_scale_is_what_the_study_of_this_record_shows() -> None:
+    w = run(*[healthy(n) for n in (32, 64, 128, 256)], train=False)
+    w.record.provenance["training_length"] = 64
+    for policy, loss in (("1/sqrt(d)", 2.0), ("log n", 2.4)):
+        w.record.studies.append({"study": "scale-policy", "policy": policy, "length": 256, "loss": loss})
     (found,) = w.findings()
-    assert (
-        found.code == "LENGTH_DILUTION"
-        and found.severity == "warning"
-        and "32" in found.evidence
-        and "256" in found.evidence
-    )
+    assert "1/sqrt(d) has the lowest loss at 256 tokens" in found.action
 
 
 def test_duplicate_heads() -> None:
@@ -283,7 +297,7 @@ def test_codes_are_those_of_the_contract() -> None:
 
 def test_learning_from_scratch_is_news_and_no_fault() -> None:
     """Scores that grow from nothing and heads that leave the uniform distribution, far from any level that hurts."""
-    scales = [0.1] * 7 + [1.5 + 0.07 * t for t in range(23)]
+    scales = [0.1] * 7 + [2.2 + 0.07 * t for t in range(23)]
     steps = [(q * scale, k) for t, scale in enumerate(scales) for q, k in [healthy(seed=t)]]
     found = run(*steps).findings()
     assert {f.code for f in found} == {"LOGIT_GROWTH", "ENTROPY_DROP"}
@@ -314,3 +328,67 @@ def test_alignment_and_uniformity_are_recorded() -> None:
     (row,) = w.loss_frame(pandas=False)
     assert row["alignment"] == pytest.approx(alignment(a, b).item(), rel=1e-5)
     assert row["uniformity"] == pytest.approx(uniformity(a).item(), rel=1e-5)
+
+
+def test_information_comes_without_a_remedy() -> None:
+    w = run(*[(q * (1 + 0.2 * t), k) for t in range(12) for q, k in [healthy(seed=t)]])
+    informed = [f for f in w.findings() if f.severity == "info"]
+    assert informed and not any(f.action or "Try" in str(f) for f in informed)
+
+
+def test_runaway_scores_are_those_above_the_line_of_the_chart() -> None:
+    grown = {}
+    for most in (20, 60):
+        steps = [(q * (0.5 + most / 4 * t / 15), k) for t in range(16) for q, k in [healthy(seed=t)]]
+        grown[most] = [f for f in run(*steps).findings() if f.code == "LOGIT_GROWTH"]
+    for found in grown.values():
+        for f in found:
+            level = float(f.evidence.split("largest score ")[1].split()[0])
+            assert (f.severity != "info") == (level >= Thresholds().logit_warning)
+    assert {f.severity for f in grown[20]} == {"info"} and {f.severity for f in grown[60]} & {"warning", "error"}
+
+
+def test_a_frozen_model_hears_nothing_of_learning() -> None:
+    """Inputs are no steps: no history, no learning rates, whatever their order."""
+    query, key = healthy()
+    query[:, 2] *= 80
+    bad = healthy(seed=9)
+    bad[0][0, 1, 5] = math.inf
+    w = run(*[healthy(seed=s) for s in range(6)], *[(query, key)] * 12, bad, train=False)
+    found = w.findings()
+    assert {"HEAD_COLLAPSED", "LOGIT_GROWTH", "NONFINITE"} <= {f.code for f in found}
+    assert "ENTROPY_DROP" not in {f.code for f in found}
+    text = " ".join(map(str, found))
+    assert not any(word in text for word in ("learning rate", "step", "gradient", "quarter of the run", "warm-up"))
+    assert "ENTROPY_DROP" in codes(run(*[healthy(seed=s) for s in range(12)], *[(query, key)] * 12))
+    assert "inputs" in repr(w.record) and "steps" not in repr(w.record)
+
+
+def test_a_fall_with_a_falling_loss_is_learning() -> None:
+    steps = [(q * (1 if t < 16 else 6), k) for t in range(24) for q, k in [healthy(seed=t)]]
+    for slope, severity in ((-0.1, "info"), (0.1, "warning")):
+        w = run(*steps)
+        w.record.losses = [{"step": t, "name": "loss", "loss": 5 + slope * t} for t in range(24)]
+        assert [f.severity for f in w.findings() if f.code == "ENTROPY_DROP"] == [severity]
+
+
+def test_one_verdict_for_a_head() -> None:
+    query, key = healthy()
+    query[:, 2] *= 50
+    found = run((query, key)).findings()
+    assert {f.code for f in verdicts(found)[0, 2]} == {"HEAD_COLLAPSED", "LOGIT_GROWTH"} and set(verdicts(found)) == {
+        (0, 2)
+    }
+    assert verdicts(found)[0, 2][0].severity == "error"  # worst first
+
+
+def test_findings_show_themselves_as_a_short_table() -> None:
+    query, key = healthy()
+    query[:, 2] *= 50
+    found = run((query, key)).findings()
+    lines = repr(found).splitlines()
+    assert len(lines) == len(found) and "HEAD_COLLAPSED" in repr(found) and max(map(len, lines)) < 200
+    assert found._repr_html_().count("<tr>") == 1 + len(found)
+    hostile = Findings([Finding("warning", "X", "<b>", "<i>", "<u>", "<s>", "low")])
+    assert not any(tag in hostile._repr_html_() for tag in ("<b>", "<i>", "<u>", "<s>"))
+    assert repr(run(healthy()).findings()) == "no findings"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partita.monitor import COLUMNS, RecordError, json_lines, load_record, log_to, tensorboard, watch
+from partita.lab.report import render
+from partita.monitor import (
+    COLUMNS,
+    DamagedRecordError,
+    Record,
+    RecordError,
+    json_lines,
+    load_record,
+    log_to,
+    tensorboard,
+    watch,
+)
 from partita.monitor.callbacks import LightningCallback, trainer_callback
+from partita.monitor.files import replace_file
 from partita.monitor.table import Table
 
 CONTRACT = [
@@ -53,6 +67,7 @@ def run(steps: int = 3, **options: Any) -> Any:
 
 def test_the_frame_has_the_columns_of_the_contract() -> None:
     frame = run().frame()
+    assert all(("entropy_p" in c) == ("normalized_entropy_p" in c) for c in frame.columns)  # one unit per name
     assert list(frame.columns)[:3] == CONTRACT[:3] and set(CONTRACT) <= set(frame.columns)
     assert len(frame) == 3 * 2 and set(frame["layer"]) == {0}
     table = run().frame(pandas=False)
@@ -186,3 +201,128 @@ def test_trainer_callback_names_steps() -> None:
     model(torch.randn(1, 4, 8))
     callback.on_train_end(None, State(), None, model=model)
     assert [b.step for b in callback.watch.record.blocks] == [3] and "forward" not in model.__dict__
+
+
+def test_saving_follows_no_planted_link(tmp_path: Path) -> None:
+    """A link under the name an unfinished file used to have, or under the file's own name, leads nowhere."""
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    for name in ("run.jsonl", "run.jsonl.partial", "page.html", "page.html.partial"):
+        (folder / name).symlink_to(victim)
+    w = run()
+    w.save(folder / "run.jsonl")
+    w.report(folder / "page.html")
+    assert victim.read_text() == "untouched"
+    assert load_record(folder / "run.jsonl").sites and not (folder / "run.jsonl").is_symlink()
+    assert sorted(p.name for p in folder.iterdir() if not p.is_symlink()) == ["page.html", "run.jsonl"]
+
+
+def test_an_interrupted_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("old")
+
+    def pieces() -> Any:
+        yield "new"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(path, pieces())
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_the_json_lines_sink_continues_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "live.jsonl"
+    run(4, sinks=[json_lines(path)])
+    with path.open("a") as out:
+        out.write('{"kind":"attention","step":4,"la')  # the first run was killed
+    run(3, sinks=[json_lines(path)])
+    both = load_record(path)
+    assert [b.step for b in both.blocks] == list(range(7)) and len(both.sites) == 1
+    assert both.provenance["resumed"] == 1 and [r["step"] for r in both.losses] == list(range(7))
+    model = Small()
+    with watch(model, sinks=[json_lines(path)]) as w:  # back to a checkpoint: what came after it is undone
+        for step in (5, 6, 7):
+            w.set_step(step)
+            model(torch.randn(2, 6, 8))
+    assert [b.step for b in load_record(path).blocks] == [0, 1, 2, 3, 4, 5, 6, 7]
+    other = tmp_path / "notes.txt"
+    other.write_text("my notes\n")
+    with pytest.raises(RecordError, match="not JSON"):
+        json_lines(other)
+    assert other.read_text() == "my notes\n"
+
+
+def damaged(text: str, rng: random.Random) -> str:
+    """One line with something wrong in it: a value of another type, a key that is gone, bytes that are gone."""
+    lines = text.splitlines()
+    at = rng.randrange(len(lines))
+    if rng.random() < 0.3:
+        cut = rng.randrange(len(lines[at]))
+        lines[at] = lines[at][:cut] + lines[at][cut + rng.randrange(1, 9) :]
+        return "\n".join(lines) + "\n"
+    line = json.loads(lines[at])
+    node, key = line, rng.choice(list(line))
+    while isinstance(node[key], (dict, list)) and node[key] and rng.random() < 0.7:
+        node = node[key]
+        key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+    if rng.random() < 0.3:
+        del node[key]
+    else:
+        node[key] = rng.choice([None, "x", "", -1, 10**400, 1e308, [], {}, [[]], {"a": 1}, True, "../x", 7, [None]])
+    lines[at] = json.dumps(line)
+    return "\n".join(lines) + "\n"
+
+
+def test_a_damaged_record_is_an_error_that_names_it_or_a_page(tmp_path: Path) -> None:
+    """Never another exception: not in reading, not in judging, not in drawing."""
+    w = run(3, maps=[(0, 1)])
+    whole = w.save(tmp_path / "run.jsonl").read_text()
+    path, rng, refused = tmp_path / "bad.jsonl", random.Random(0), []
+    for _ in range(400):
+        path.write_text(damaged(whole, rng))
+        try:
+            record = load_record(path)
+        except RecordError as error:
+            refused.append(str(error))
+        else:
+            record.findings()
+            render(record)
+    assert 100 < len(refused) < 400 and all("bad.jsonl" in said for said in refused)
+
+
+def test_a_damaged_line_is_told_from_a_file_that_is_no_record(tmp_path: Path) -> None:
+    path = run(2).save(tmp_path / "run.jsonl")
+    lines = path.read_text().splitlines()
+    lines[2] = lines[2].replace('"layer":0', '"layer":9')
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DamagedRecordError, match="line 3: layer must be"):
+        load_record(path)
+    path.write_bytes(b'\xff\xfe{"kind"')
+    with pytest.raises(RecordError) as caught:
+        load_record(path)
+    assert not isinstance(caught.value, DamagedRecordError)
+
+
+def test_one_line_for_a_record_and_a_summary_for_a_watch() -> None:
+    w = run(40)
+    assert "\n" not in repr(w.record) and len(repr(w.record)) < 200 and "40 steps" in repr(w.record)
+    assert str(w).startswith("2 heads watched") and "1 of 1 attention modules observed" in str(w)
+    assert len(str(w).splitlines()) < 12
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_the_three_figures_draw(steps: int, tmp_path: Path) -> None:
+    w = run(steps)
+    for kind in ("entropy", "scores", "width"):
+        made = w.plot(kind)
+        root = ElementTree.fromstring(made._repr_html_())
+        assert root.tag.endswith("svg") and any(
+            n.get("data-x") or n.get("class", "").startswith("line") for n in root.iter()
+        )
+        assert made.save(tmp_path / f"{kind}.svg").read_text() == str(made) and "\n" not in repr(made)
+    with pytest.raises(ValueError, match="entropy, scores, width"):
+        w.plot("losses")
+    with pytest.raises(ValueError, match="nothing to plot"):
+        Record().plot()

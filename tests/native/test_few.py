@@ -8,7 +8,7 @@ from torch import Tensor
 
 import partita
 from partita import support
-from partita.engine import native
+from partita.engine.backends.native import reduce as native
 from tests.tolerances import assert_exact, assert_no_worse_than_naive
 
 SHAPES = [

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from partita.engine import native
+from partita.engine.backends.native import reduce as native
 
 from . import dense
 from .cases import random_case

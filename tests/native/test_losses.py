@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from partita.engine import native, native_losses
+from partita.engine.backends.native import losses as native_losses
+from partita.engine.backends.native import reduce as native
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=f"no native library: {native.why_not()}")
 

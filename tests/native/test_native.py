@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partita
-from partita.engine import native, native_losses
+from partita.engine.backends.native import losses as native_losses
+from partita.engine.backends.native import reduce as native
 from partita.engine.terms import Term
 from tests.tolerances import assert_exact, assert_no_worse_than_naive
 
@@ -195,8 +196,8 @@ def test_operands_are_checked_before_a_pointer_is_passed() -> None:
 def test_every_instruction_set_gives_the_same_numbers(isa: str) -> None:
     """In a process of its own, since the choice is made once; a set the processor lacks falls back to a lesser one."""
     code = (
-        "import torch; from tests.native.test_fuzz import check; from partita.engine import native\n"
-        "[check(seed) for seed in range(5000, 5025)]; print(native.load().isa)"
+        "from tests.native.test_fuzz import check; from partita.engine.backends.native import library\n"
+        "[check(seed) for seed in range(5000, 5025)]; print(library.load().isa)"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PARTITA_ISA": isa}, capture_output=True, text=True
@@ -206,7 +207,7 @@ def test_every_instruction_set_gives_the_same_numbers(isa: str) -> None:
 
 
 def test_a_missing_library_is_a_reason_and_not_an_error() -> None:
-    code = "from partita.engine import native; assert native.load() is None; print(native.why_not())"
+    code = "from partita.engine.backends.native.library import load, why_not; assert load() is None; print(why_not())"
     env = {**os.environ, "PARTITA_NATIVE_LIBRARY": os.path.join(os.sep, "nowhere", "lib.so")}
     found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import partita
-from partita.engine import room as kept
-from partita.engine.room import room
+from partita.engine.backends.native import workspace as kept
+from partita.engine.backends.native.workspace import room
 
 
 @pytest.fixture(autouse=True)

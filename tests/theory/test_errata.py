@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from partita.errors import ValueRangeError
+from partita.errors import ShapeError, ValueRangeError
+from partita.nn import MultiheadAttention
 from partita.theory import errata
 from partita.theory.errata.row import Book, Reading
 
@@ -22,6 +23,7 @@ CONDITIONAL = {
     "scale": "(10) (11) (13) (14) (16) (17) (18) (19) (24) (28) (29) (38) (40) (49) (51) (63)",
 }
 UNTAGGED = {"contrast u1", "noise u3", "scale u4-u6", "scale u7", "scale u8"}
+CODE = {f"code K{k}" for k in range(1, 10)}
 # Wording (P9, P51), advice (P41), patterns left to experiments (P42) and an analogy (P44) hold nothing to compute.
 PROSE = set(range(1, 54)) - {9, 41, 42, 44, 51}
 
@@ -42,6 +44,7 @@ def test_every_wrong_and_conditional_equation_has_a_row():
         for label in labels:
             assert kinds.get(label) == kind, label
     assert set(kinds) >= UNTAGGED
+    assert {label for label, kind in kinds.items() if kind == "K"} == CODE
     prose = {int(label.split()[1][1:]) for label, kind in kinds.items() if kind == "P"}
     assert prose == PROSE
 
@@ -54,6 +57,12 @@ def test_labels_are_unique_and_rows_say_what_they_compute():
         assert row.quantity
         assert row.printed != row.right
         assert row.kind in errata.KINDS
+
+
+def test_heads_must_divide_the_model():
+    """M-ATT-3 (K7): where the printed program reshapes and fails, or drops features, ours refuses."""
+    with pytest.raises(ShapeError, match="multiple of num_heads"):
+        MultiheadAttention(10, 3)
 
 
 def test_the_same_numbers_every_time():

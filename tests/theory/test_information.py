@@ -10,6 +10,7 @@ import torch
 
 from partita import Gibbs, theory
 from partita.errors import ValueRangeError
+from partita.losses import cross_entropy
 from partita.support import causal
 from partita.theory import information as info
 
@@ -112,18 +113,35 @@ def test_largest_weight_of_bounded_logits():
 # ---- budget, initialisation, regularisation -----------------------------------------------------------------------
 
 
-def test_budget_adds_up():
-    """M-INF-1, M-ENT-2: used + H = log n and remaining + floor = H, on a causal law, streaming."""
-    u = torch.nn.functional.normalize(randn(30, 6), dim=-1)
-    p = Gibbs(u, u, scale=2.0, support=causal())
-    b = info.information_budget(p, width=4.0)
-    torch.testing.assert_close(b.used + b.entropy, torch.arange(1, 31, dtype=F64).log())
-    torch.testing.assert_close(b.remaining + b.floor, b.entropy)
-    assert (b.remaining >= -1e-12).all()
-    assert b.floor[10] == pytest.approx(float(info.entropy_floor(11, 0.5)))
-    assert (info.information_budget(p).floor == 0).all()
-    row = theory.law.gibbs_law(2 * u[10] @ u[:11].T).probs
-    assert b.used[10] == pytest.approx(float(theory.geometry.kl(row, torch.full((11,), 1 / 11, dtype=F64))))
+def test_budget_is_what_a_row_has_used_and_can_still_lose():
+    """M-INF-1, M-ENT-2: on a causal law, against divergences of dense rows and the lowest corner of the cube."""
+    u = torch.nn.functional.normalize(randn(9, 6), dim=-1)
+    p = Gibbs(u, u, support=causal())
+    b = info.information_budget(p, width=2.0)
+    unbounded = info.information_budget(p)
+    for i in range(9):
+        n = i + 1
+        row = torch.softmax(u[: i + 1] @ u[i], -1)
+        h = torch.special.entr(row).sum()
+        corners = 2.0 * torch.tensor(list(product((0.0, 1.0), repeat=n)), dtype=F64)
+        lowest = torch.special.entr(torch.softmax(corners, -1)).sum(-1).min()
+        assert b.entropy[i].item() == pytest.approx(h.item(), abs=1e-12)
+        assert b.ceiling[i].item() == pytest.approx(log(n), abs=1e-12)
+        assert b.used[i].item() == pytest.approx((row * (row * n).log()).sum().item(), abs=1e-12)
+        assert b.remaining[i].item() == pytest.approx((h - lowest).item(), abs=1e-12)
+        assert unbounded.remaining[i].item() == pytest.approx(h.item(), abs=1e-12)  # unbounded logits: floor 0
+
+
+def test_a_row_loses_what_it_could_and_no_more():
+    """M-INF-1: descending the entropy of logits kept inside their interval uses up `remaining`."""
+    n, width = 6, 3.0
+    z = 0.01 * randn(n)
+    start = info.information_budget(Gibbs(torch.ones(1, 1, dtype=F64), z[:, None]), width)
+    for _ in range(400):
+        z = (z - 0.5 * info.entropy_penalty_gradient(z, -1.0)).clamp(-width / 2, width / 2)
+    end = info.information_budget(Gibbs(torch.ones(1, 1, dtype=F64), z[:, None]), width)
+    assert end.remaining.item() == pytest.approx(0, abs=1e-6)
+    assert (end.used - start.used).item() == pytest.approx(start.remaining.item(), abs=1e-6)
 
 
 def test_entropy_at_initialisation():
@@ -242,17 +260,39 @@ def test_bound_reports_saturation():
         info.mutual_information_bound(-0.1, 4)
 
 
+def expected_loss(joint, logits):  # token x context, context x token -> ()
+    """Cross entropy of a language-model head over the whole vocabulary, averaged under the joint law."""
+    context = joint.sum(0)
+    return (context * cross_entropy(logits, (joint / context).T, reduction="none")).sum()
+
+
+def test_what_a_language_model_knows_is_a_lower_bound():
+    """M-LOSS-11: H - CE <= I for any head, short of it by the mean divergence, and equal for the best one."""
+    joint = torch.softmax(1.5 * randn(20 * 30), -1).reshape(20, 30)  # token x context
+    h, truth = info.entropy_of(joint.sum(1)), info.mutual_information_table(joint)
+    best = (joint / joint.sum(0)).log().T
+    for noise in (0.0, 0.1, 1.0, 3.0):
+        logits = best + noise * randn(30, 20, seed=1)
+        gain = info.token_information_gain(expected_loss(joint, logits), h)
+        law = torch.log_softmax(logits, -1)
+        short = (joint.T * (best - law)).sum()  # E_context KL(truth || model)
+        assert gain.item() == pytest.approx((truth - short).item(), abs=1e-12)
+        assert gain <= truth + 1e-12
+        assert (gain < truth - 1e-4) == (noise > 0)
+
+
 def test_language_models_enumerate():
-    """M-LOSS-11 (P12): for an independent context H - CE is 0, log V - CE is 1.717 for Zipf over 1000 words."""
+    """M-LOSS-11 (P12): words that ignore their context tell nothing; log V - CE would claim 1.717 nats for Zipf's."""
     p = 1 / torch.arange(1, 1001, dtype=F64)
     p = p / p.sum()
-    h = info.entropy_of(p)
-    assert info.token_information_gain(h, h) == 0
-    assert log(1000) - h == pytest.approx(1.717, abs=1e-3)
-    joint = torch.softmax(randn(20 * 30), -1).reshape(20, 30)  # token x context; the best model's CE is H(X|context)
-    ce = info.entropy_of(joint.flatten()) - info.entropy_of(joint.sum(0))
-    gain = info.token_information_gain(ce, info.entropy_of(joint.sum(1)))
-    assert gain == pytest.approx(float(info.mutual_information_table(joint)))
+    joint = p[:, None] * torch.tensor([0.2, 0.5, 0.3], dtype=F64)
+    loss = expected_loss(joint, p.log().expand(3, 1000))
+    truth = info.mutual_information_table(joint)
+    assert truth.item() == pytest.approx(0, abs=1e-12)
+    assert info.token_information_gain(loss, info.entropy_of(p)).item() == pytest.approx(0, abs=1e-12)
+    assert log(1000) - loss.item() == pytest.approx(1.717, abs=1e-3)  # no bound: above the truth
+    flat = expected_loss(joint, torch.zeros(3, 1000, dtype=F64))
+    assert info.token_information_gain(flat, info.entropy_of(p)).item() == pytest.approx(-1.717, abs=1e-3)
 
 
 # ---- total correlation -----------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import torch
 
 from partita import Gibbs
 from partita.errors import ValueRangeError
-from partita.support import causal
+from partita.scale import InverseSqrt, KappaLog, measure_sigma
+from partita.support import causal, mask, window
 from partita.theory import sharpness as sh
 from partita.theory.information import entropy
 
@@ -49,20 +50,60 @@ def test_score_variance():
         assert sh.score_variance(d) / d**2 == pytest.approx(printed, abs=1e-4)
 
 
-def test_equivalents_and_heads():
-    """M-SCL-2, M-SCL-7, M-SCL-8, M-SCL-9 (W (23), (59), N (56))."""
-    for n, d in ((512, 64), (4096, 128)):
-        assert sh.equivalent_kappa(n, d) * log(n) / d == pytest.approx(1 / sqrt(d))
-    for d, printed in ((64, 2981), (128, 8.2e4), (512, 6.7e9)):
-        n = sh.crossover_length(d)
-        assert n == pytest.approx(printed, rel=0.01)
-        assert sh.equivalent_kappa(n, d) == pytest.approx(1)
+def log_odds(query, key, **options):
+    """log p_0 / p_1 of every row: the row's scale times the difference of two scores, whatever else it sees."""
+    p = Gibbs(query, key, **options).probs()
+    return (p[..., 0] / p[..., 1]).log()
+
+
+@pytest.mark.parametrize(("n", "dim", "kappa"), [(7, 5, 1.0), (512, 64, 2.5), (3000, 16, 0.3)])
+def test_the_logarithmic_scale_multiplies_scores(n, dim, kappa):
+    """M-SCL-2: under KappaLog log-odds are kappa log(n) / dim times differences of scores."""
+    q, k = randn(4, dim), randn(n, dim, seed=1)
+    scores = q @ k[:2].T
+    expected = kappa * log(n) / dim * (scores[:, 0] - scores[:, 1])
+    torch.testing.assert_close(log_odds(q, k, scale=KappaLog(kappa)), expected)
+
+
+def test_the_logarithmic_scale_is_no_invariance_of_unit_vectors():
+    """M-SCL-2 (W (23)): the entropy rises by the law's own amount; log n / sqrt(d) would leave a few keys."""
+    h = {n: float(entropy(float(KappaLog()(n, 64)) * rows(n, 300, seed=n)).mean()) for n in (2**8, 2**12)}
+    predicted = {n: float(sh.kappa_entropy(n, 1.0, 64)) for n in h}
+    # |q|^2 / 64 scatters by sqrt(2 / 64) = 0.18 and moves the gap (at most 0.54) by that share; 300 rows, 5 sigma
+    for n, value in h.items():
+        assert value == pytest.approx(predicted[n], abs=5 * 0.18 * 0.54 / 300**0.5 + 0.02)
+    assert h[2**12] - h[2**8] > 0.8 * log(16)
+
+
+def test_where_both_scales_meet():
+    """M-SCL-9, M-SCL-7 (W (59)): KappaLog passes 1/sqrt(d) between the integers around e^sqrt(d), and at no other."""
+    for dim in (4, 9, 16, 36, 64, 100):
+        n = int(sh.crossover_length(dim))
+        assert KappaLog()(n, dim) < InverseSqrt()(n, dim) < KappaLog()(n + 1, dim), dim
+        assert KappaLog()(n // 2, dim) < InverseSqrt()(n, dim) < KappaLog()(2 * n, dim)
+    for dim, printed in ((64, 2981), (128, 8.2e4), (512, 6.7e9)):
+        assert sh.crossover_length(dim) == pytest.approx(printed, rel=0.01)
+    for n, dim in ((512, 64), (4096, 128)):
+        kappa = float(sh.equivalent_kappa(n, dim))
+        q, k = randn(3, dim), randn(n, dim, seed=1)
+        torch.testing.assert_close(log_odds(q, k, scale=KappaLog(kappa)), log_odds(q, k, scale=InverseSqrt()))
+
+
+def test_heads_sharpen_by_the_root_of_their_number():
+    """M-SCL-8 (N (56)): the policy's scale times the measured deviation of the scores of each head."""
+    rows_, n = 256, 1024
+    sharp = {}
+    for heads in (1, 4, 16):
+        dim = 512 // heads
+        q, k = randn(heads, rows_, dim, seed=heads), randn(heads, n, dim, seed=heads + 1)
+        sharp[heads] = float(KappaLog()(n, dim)) * measure_sigma(q, k)
+        # sigma^2 is a mean of |q|^2 over heads * rows rows: relative scatter sqrt(2 / (512 rows)), halved by the root;
+        # each row's variance over n keys has sqrt(2 / n) more, nearly common to the rows of one head
+        scatter = (0.5 / (512 * rows_)) ** 0.5 + (0.5 / n) ** 0.5
+        assert sharp[heads] == pytest.approx(float(sh.head_sharpness(heads, 512, n)), rel=5 * scatter)
+    assert sharp[16] / sharp[1] == pytest.approx(4, rel=0.2)  # the scale itself grows by 16
     got = sh.head_sharpness(torch.tensor([1, 4, 8, 16]), 512, 1024)
     torch.testing.assert_close(got, torch.tensor([0.306, 0.613, 0.866, 1.225], dtype=F64), atol=6e-4, rtol=0)
-    q, k = randn(400, 64), randn(400, 64, seed=1)
-    measured = (log(1024) / 64 * (q * k).sum(-1)).std()
-    assert measured == pytest.approx(0.866, rel=0.1)  # log n / d; log n / sqrt(d) would be 6.931
-    assert log(1024) / 8 * 8 == pytest.approx(6.931, abs=1e-3)
 
 
 def test_reference_length_slope():
@@ -125,20 +166,65 @@ def test_slopes_of_the_policies():
     assert h[2**8] == pytest.approx(5.31, abs=0.03)
 
 
+def dense(query, key, keep, bias=0.0):
+    """Entropies with each row's own log n_i / dim, one row at a time, from softmax alone."""
+    out = []
+    for i, seen in enumerate(keep):
+        n = int(seen.sum())
+        z = (log(n) / key.shape[-1] * (key @ query[i]) + (bias[i] if torch.is_tensor(bias) else bias))[seen]
+        out.append(torch.special.entr(torch.softmax(z, -1)).sum())
+    return torch.stack(out)
+
+
 def test_rows_count_what_they_see():
-    """M-SCL-5, M-SCL-6, M-SCL-20 (K2, K3, P50): causal rows have their own scale, folded into the query."""
+    """M-SCL-5 (K3): causal, windowed and random supports against rows made one at a time."""
     n, d = 40, 8
-    q, k = randn(n, d), randn(n, d, seed=1)
-    visible = torch.arange(1, n + 1, dtype=F64)
-    scale = visible.log() / d
-    folded = Gibbs(q * scale[:, None], k, support=causal())
-    direct = Gibbs(q, k, scale=scale, support=causal())
-    torch.testing.assert_close(folded.entropy(), direct.entropy())
-    assert direct.visible().tolist() == visible.tolist()
-    assert scale[0] == 0
-    assert direct.entropy()[0] == 0
-    assert log(1024) / log(2) == pytest.approx(10)  # one global n over-scales row 2 tenfold
-    assert log(8 * 1024) / log(1024) == pytest.approx(1.30, abs=5e-3)  # n_q for n_k = 8 n_q: 30 %
+    q, k = 3 * randn(n, d), 3 * randn(n, d, seed=1)
+    lag = torch.arange(n)[:, None] - torch.arange(n)
+    random = (torch.rand(n, n, generator=gen(2)) < 0.3) | (lag == 0)
+    for keep, support in ((lag >= 0, causal()), ((lag >= 0) & (lag <= 5), window(5, 0)), (random, mask(random))):
+        gibbs = Gibbs(q, k, scale=KappaLog(), support=support)
+        torch.testing.assert_close(gibbs.entropy(), dense(q, k, keep))
+        assert gibbs.visible().tolist() == keep.sum(-1).tolist()
+
+
+def test_one_length_for_all_rows_sharpens_the_early_ones():
+    """M-SCL-5 (K3): with log 1024 for every row, row 2 has tenfold log-odds and row 32 twofold ones."""
+    n, d = 1024, 8
+    q, k = 0.1 * randn(n, d), randn(n, d, seed=1)
+    own, one = (log_odds(q, k, scale=s, support=causal()) for s in (KappaLog(), log(n) / d))
+    ratio = one / own
+    assert ratio[1].item() == pytest.approx(10) and ratio[31].item() == pytest.approx(2)
+    assert ratio[n - 1].item() == pytest.approx(1)
+
+
+def test_cross_attention_counts_keys():
+    """M-SCL-6 (K2): four times as many queries change nothing, eight times as many keys do."""
+    d = 8
+    q, k = randn(16, d), randn(128, d, seed=1)
+    scores = q @ k[:2].T
+    for queries, n in ((4, 16), (16, 16), (16, 128)):
+        got = log_odds(q[:queries], k[:n], scale=KappaLog())
+        torch.testing.assert_close(got, (log(n) / d * (scores[:, 0] - scores[:, 1]))[:queries])
+
+
+def test_a_scale_per_row_folds_into_the_query():
+    """M-SCL-20 (P50): torch's kernel, which knows one scale, gives ours on folded queries; a bias is left alone."""
+    n, d = 40, 8
+    q, k, v, bias = randn(n, d), randn(n, d, seed=1), randn(n, 3, seed=2), randn(n, n, seed=3)
+    policy = KappaLog(2.0)
+    folded = policy.fold(q, torch.arange(1, n + 1))
+    ours = Gibbs(q, k, scale=policy, support=causal()).expectation(v)
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    torch.testing.assert_close(kernel(folded[None], k[None], v[None], is_causal=True, scale=1.0)[0], ours)
+    compensated = kernel(folded[None] * d**0.5, k[None], v[None], is_causal=True)[0]
+    torch.testing.assert_close(compensated, ours)
+    biased = (Gibbs(x, k, scale=s, bias=bias, support=causal()).entropy() for x, s in ((q, policy), (folded, 1.0)))
+    torch.testing.assert_close(*biased)
+    # no single scale does it: the one that is right for the last row is wrong for the others
+    single = Gibbs(q, k, scale=float(policy(n, d)), support=causal()).expectation(v)
+    torch.testing.assert_close(single[-1], ours[-1])
+    assert (single[1:-1] - ours[1:-1]).abs().amax(-1).min() > 0
 
 
 # ---- control ---------------------------------------------------------------------------------------------------------
@@ -249,9 +335,13 @@ def test_needle_must_stand_above_the_background():
 
 def test_temperature_is_inverse_scale():
     """M-TMP-1, M-TMP-3 (C (63), P51): the same law either way; infinite temperature for a single key."""
-    s = randn(9)
-    torch.testing.assert_close(torch.softmax(s / 0.3, -1), torch.softmax(s * float(sh.scale_of_temperature(0.3)), -1))
-    assert sh.effective_temperature(1024, 64, 2.0) == pytest.approx(64 / (2 * log(1024)))
+    q, k = randn(3, 9), randn(50, 9, seed=1)
+    for t in (0.3, 2.0, sqrt(9)):
+        law = Gibbs(q, k, scale=float(sh.scale_of_temperature(t))).probs()
+        torch.testing.assert_close(law, torch.softmax(q @ k.T / t, -1))
+    torch.testing.assert_close(law, Gibbs(q, k, scale=InverseSqrt()).probs())  # 1/sqrt(d) is the temperature sqrt(d)
+    t = float(sh.effective_temperature(50, 9, 2.0))
+    torch.testing.assert_close(Gibbs(q, k, scale=KappaLog(2.0)).probs(), torch.softmax(q @ k.T / t, -1))
     assert sh.effective_temperature(1, 64).isinf()
     assert sh.scale_of_temperature(sqrt(64)) == 0.125
     with pytest.raises(ValueRangeError, match="without keys"):

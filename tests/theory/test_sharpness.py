@@ -107,7 +107,8 @@ def test_general_entropy_law():
     for scale, printed in ((5.0, 10.903), (50.0, 8.601), (500.0, 6.298)):
         p = sh.predicted_entropy(n, scale, sh.uniform_cumulant(-1, 1))
         assert p.entropy == pytest.approx(printed, abs=2e-3)
-        assert entropy(scale * u) == pytest.approx(printed, abs=0.15 if scale == 500 else 0.02)
+        # about 2 n / (2 scale) keys carry the row; the entropy of m of them scatters by about 1 / sqrt(m), 5 of these
+        assert entropy(scale * u) == pytest.approx(printed, abs=5 * (scale / n) ** 0.5 + 2e-3)
         assert not p.condensed
     lap = sh.predicted_entropy(n, 0.5, sh.laplace_cumulant(1.0)).entropy
     assert lap == pytest.approx(11.827, abs=2e-3)

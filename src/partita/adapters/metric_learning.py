@@ -73,7 +73,7 @@ class NTXentLoss(_Loss):
         order, others = sort_by_label(labels, key_labels)
         keys = keys[order]
         count = others.last - others.first
-        negatives = Gibbs(x, keys, scale=scale, support=others)._pass(statistics=False).state
+        negatives = Gibbs(x, keys, scale=scale, support=others).reduce(statistics=False).state
         # anchor a has the keys first_a, ..., last_a - 1 of its own label
         anchor = torch.repeat_interleave(torch.arange(len(x), device=x.device), count)
         place = torch.arange(len(anchor), device=x.device) - torch.repeat_interleave(count.cumsum(0) - count, count)

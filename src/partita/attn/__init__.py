@@ -1,7 +1,7 @@
 """Face 3: attention, its variants, positions, and long sequences in blocks."""
 
 from partita.attn.bias import ALiBi, Bias, RelativeBias, alibi_slopes
-from partita.attn.hierarchy import blockwise_attention, hierarchical_attention, segmented_attention
+from partita.attn.hierarchy import blockwise_attention, hierarchical_attention
 from partita.attn.pairwise import PairHook, ScaleInvariant, pair_attention
 from partita.attn.positions import rotary, sinusoidal
 from partita.attn.sdpa import attention
@@ -31,7 +31,6 @@ __all__ = [
     "mean_entropy",
     "pair_attention",
     "rotary",
-    "segmented_attention",
     "sinusoidal",
     "top_k_attention",
 ]

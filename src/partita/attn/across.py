@@ -8,7 +8,7 @@ for each position of the whole or for each of this rank's; its columns are alway
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from partita import _checks
 from partita import support as supports
 from partita.attn.bias import Bias
 from partita.attn.problem import Problem, both
-from partita.distributed import Cut, Fact, Layout, Ring, Team, Term, joint_checks, meet
+from partita.distributed import Fact, Layout, Ring, Team, Visibility, joint_checks, meet
 from partita.engine import State
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.scale import Policy, TargetEntropy
@@ -104,24 +104,25 @@ def mean_across(team: Team, call: Spread, statistics: bool) -> tuple[Tensor, Sta
     bias, mask = _bias_and_mask(call, rows, keys, at)
     batch = _batch(problem, call.value, bias, mask)
     terms = () if support is None else support.bind(rows.total, keys.total, batch, call.query.device)
-    cut = Cut.of(() if any(term.trivial for term in terms) else terms, at)
-    cut = cut if mask is None else cut.also(_aligned(mask, len(batch)))
+    seen = Visibility.of(terms, rows.total, keys.total, batch, call.query.device).cut(rows=at)
+    seen = seen if mask is None else seen.also(mask)
 
     scale = problem.scale
     if isinstance(call.scale, Policy):
-        seen = cut if bias is None else cut.also(_aligned(bias.detach() != -torch.inf, len(batch)))
+        counted = seen if bias is None else seen.also(bias.detach() != -torch.inf)
         dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
-        visible = seen.visible(keys.total, batch).to(dtype)
+        visible = counted.visible().to(dtype)
         scale = call.scale(visible, call.query.shape[-1], call.query)
     assert not isinstance(scale, Policy)
 
-    def view(source: int, n: int) -> list[tuple[slice, int, tuple[Term, ...]]]:
+    def view(source: int, n: int) -> list[tuple[slice, int, Visibility]]:
         """The runs of a rank's block that some row of ours sees."""
         found, start = [], 0
         for first, length in keys.runs[source]:
-            shown = cut.keys(first, length)
-            if length and shown is not None:
-                found.append((slice(start, start + length), first, shown))
+            there = seen.cut(keys=slice(first, first + length))
+            shown = there.shown() if length else None
+            if shown is not None:
+                found.append((slice(start, start + length), first, replace(there, terms=shown, at=0)))
             start += length
         return found
 
@@ -167,7 +168,3 @@ def _of_rows(name: str, given: Tensor, rows: Layout, keys: Layout, at: Tensor) -
 def _batch(problem: Problem, value: Tensor, bias: Tensor | None, mask: Tensor | None) -> tuple[int, ...]:
     lead = [problem.batch(value), *(t.shape[:-2] for t in (bias, mask) if t is not None)]
     return _checks.broadcast_batch([("query, key and value or bias or mask", shape) for shape in lead])
-
-
-def _aligned(mask: Tensor, dims: int) -> Tensor:
-    return mask.view(*[1] * (dims + 2 - mask.dim()), *mask.shape)

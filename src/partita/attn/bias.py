@@ -22,7 +22,7 @@ class Bias:
     """Abstract: numbers added to scores that can be made for a few rows at a time; joined by + and scaled by *."""
 
     def rows(self, rows: slice, n_query: int, n_key: int, like: Tensor) -> Tensor:  # (..., rows, n_key)
-        """The bias of these rows, in the dtype and on the device of `like`."""
+        """The bias of these rows, on the device of `like` and in its dtype, float32 at least."""
         raise TypeError("Bias is abstract; use ALiBi(slopes) or RelativeBias(table).")
 
     def dense(self, n_query: int, n_key: int, like: Tensor) -> Tensor:  # (..., n_query, n_key)
@@ -54,6 +54,11 @@ class _Times(Bias):
         return self.a.rows(rows, n_query, n_key, like) * self.factor
 
 
+def _dtype(like: Tensor) -> torch.dtype:
+    """That of the sums: a bias in half precision could not tell position 256 from 257."""
+    return torch.promote_types(like.dtype, torch.float32)
+
+
 def _offsets(rows: slice, n_query: int, n_key: int, align: str, device: torch.device) -> Tensor:  # (rows, n_key)
     """j - i, with the first query at key 0, or the last query at the last key."""
     shift = n_key - n_query if align == "bottom-right" else 0
@@ -66,7 +71,9 @@ def _check_align(align: str) -> None:
         raise ValueRangeError(f"align must be 'top-left' or 'bottom-right'; got {align!r}.")
 
 
-def alibi_slopes(heads: int) -> Tensor:  # (heads,)
+def alibi_slopes(
+    heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Tensor:  # (heads,)
     """The slopes of the ALiBi paper: 2^(-8 h / heads), and every second one of the next power of two in between.
 
     >>> alibi_slopes(4)
@@ -77,7 +84,7 @@ def alibi_slopes(heads: int) -> Tensor:  # (heads,)
     near = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (h + 1) / near) for h in range(near)]
     slopes += [2.0 ** (-4.0 * (2 * h + 1) / near) for h in range(heads - near)]
-    return torch.tensor(slopes)
+    return torch.tensor(slopes, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +103,9 @@ class ALiBi(Bias):
         _check_align(self.align)
 
     def rows(self, rows: slice, n_query: int, n_key: int, like: Tensor) -> Tensor:
-        distance = _offsets(rows, n_query, n_key, self.align, like.device).abs().to(like.dtype)
-        return -self.slopes.to(like)[..., None, None] * distance
+        dtype = _dtype(like)
+        distance = _offsets(rows, n_query, n_key, self.align, like.device).abs().to(dtype)
+        return -self.slopes.to(device=like.device, dtype=dtype)[..., None, None] * distance
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +133,7 @@ class RelativeBias(Bias):
     def rows(self, rows: slice, n_query: int, n_key: int, like: Tensor) -> Tensor:
         reach = self.table.shape[-1] // 2
         at = _offsets(rows, n_query, n_key, self.align, like.device).clamp(-reach, reach) + reach
-        return self.table.to(like)[..., at]
+        return self.table.to(device=like.device, dtype=_dtype(like))[..., at]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +145,6 @@ class Gumbel(Bias):
 
     def rows(self, rows: slice, n_query: int, n_key: int, like: Tensor) -> Tensor:
         source = torch.Generator(like.device).manual_seed(self.seed + rows.start)
-        shape = (*self.batch, rows.stop - rows.start, n_key)
-        waiting = torch.empty(shape, dtype=like.dtype, device=like.device).exponential_(generator=source)
-        return -waiting.clamp(min=torch.finfo(like.dtype).tiny).log()
+        shape, dtype = (*self.batch, rows.stop - rows.start, n_key), _dtype(like)
+        waiting = torch.empty(shape, dtype=dtype, device=like.device).exponential_(generator=source)
+        return -waiting.clamp(min=torch.finfo(dtype).tiny).log()

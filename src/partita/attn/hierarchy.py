@@ -1,7 +1,6 @@
-"""Long sequences in pieces: exact by merging, shorter by looking away, or two-level with summaries.
+"""Long sequences in pieces: exact by merging, or two-level with summaries.
 
 blockwise      state(all keys) = merge of state(block of keys)                    exact (M-GIB-9, M-ATT-14)
-segmented      a query sees the keys of its own segment                           n_i = segment length
 hierarchical   own block exactly, every other block as one summary key            O(n * (block + n / block))
 """
 
@@ -15,11 +14,13 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
-from partita.attn.problem import Problem, both
+from partita._checks import check_whole
+from partita.attn.problem import Problem
 from partita.attn.sdpa import finish
 from partita.engine import State, Stats
 from partita.errors import ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
+from partita.precision import accumulation_dtype, finest
 from partita.scale import Policy
 
 if TYPE_CHECKING:
@@ -27,12 +28,7 @@ if TYPE_CHECKING:
 
     from partita.attn.problem import Options
 
-__all__ = ["blockwise_attention", "hierarchical_attention", "segmented_attention"]
-
-
-def _check_block(block: int) -> None:
-    if not isinstance(block, int) or block < 1:
-        raise ValueRangeError(f"block must be a whole number of keys, at least 1; got {block!r}.")
+__all__ = ["blockwise_attention", "hierarchical_attention"]
 
 
 def blockwise_attention(
@@ -44,26 +40,11 @@ def blockwise_attention(
     >>> torch.allclose(blockwise_attention(x, x, x, 3), Gibbs(x, x, scale=0.5).expectation(x))
     True
     """
-    _check_block(block)
+    check_whole("block", block, least=1)
     problem = Problem.of(query, key, **options).resolved()
     parts = [slice(i, min(i + block, problem.n_key)) for i in range(0, max(1, problem.n_key), block)]
     states = [problem.keys(part).state(value[..., part, :]) for part in parts]
     return finish(reduce(State.merge, states), value, None, return_stats)
-
-
-def segmented_attention(
-    query: Tensor, key: Tensor, value: Tensor, block: int, *, return_stats: bool = False, **options: Unpack[Options]
-) -> Tensor | tuple[Tensor, Stats]:
-    """Attention inside segments of `block` positions: keys elsewhere are not visible, and policies count the segment.
-
-    >>> segmented_attention(torch.zeros(4, 1), torch.zeros(4, 1), torch.arange(4.0)[:, None], 2)[:, 0]
-    tensor([0.5000, 0.5000, 2.5000, 2.5000])
-    """
-    _check_block(block)
-    rows, cols = (torch.arange(x.shape[-2], device=x.device) // block for x in (query, key))
-    options["support"] = both(options.get("support"), supports.segments(rows, cols))
-    problem = Problem.of(query, key, **options)
-    return finish(problem.gibbs().state(value), value, None, return_stats)
 
 
 def hierarchical_attention(
@@ -84,13 +65,13 @@ def hierarchical_attention(
     Causal: own block up to the query, and the blocks before it. With one block, equal to `attention`. Statistics are
     those of what the query looks at: a summary is one key of score log n_b + scale <query, mean key>.
     """
-    _check_block(block)
+    check_whole("block", block, least=1)
     if isinstance(scale, Policy):
         raise ValueRangeError("hierarchical_attention takes a number or a tensor as scale: a summary is not one key.")
     n = key.shape[-2]
     if query.shape[-2] != n:
         raise ShapeError(f"hierarchical_attention needs as many queries as keys; got {query.shape[-2]} and {n}.")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     own = torch.arange(n, device=key.device) // block
     near = supports.segments(own, own)
     near = near & supports.causal() if is_causal else near
@@ -98,18 +79,19 @@ def hierarchical_attention(
     summary, mean, count = _means(key, block), _means(value, block), _sizes(n, block, key.device)
     others = torch.arange(count.shape[0], device=key.device)
     far = (others < own[:, None]) if is_causal else (others != own[:, None])
-    weight = count.log().to(query.dtype)[None, :]
-    distant = Gibbs(query, summary, scale=scale, bias=weight, support=supports.mask(far)).state(mean)
+    log_count = count.log().to(accumulation_dtype(query.dtype))[None, :]
+    distant = Gibbs(query, summary, scale=scale, bias=log_count, support=supports.mask(far)).state(mean)
     return finish(local.merge(distant), value, None, return_stats)
 
 
 def _sizes(n: int, block: int, device: torch.device) -> Tensor:
     full, rest = divmod(n, block)
-    return torch.tensor([float(block)] * full + [float(rest)] * (rest > 0), device=device)
+    return torch.tensor([float(block)] * full + [float(rest)] * (rest > 0), dtype=finest(device), device=device)
 
 
 def _means(x: Tensor, block: int) -> Tensor:  # (..., n, dim) -> (..., blocks, dim)
     n = x.shape[-2]
-    padded = torch.nn.functional.pad(x, (0, 0, 0, math.ceil(n / block) * block - n))
-    blocks = padded.reshape(*x.shape[:-2], -1, block, x.shape[-1])
+    many = math.ceil(n / block)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, many * block - n))
+    blocks = padded.reshape(*x.shape[:-2], many, block, x.shape[-1])
     return blocks.sum(-2) / _sizes(n, block, x.device)[:, None].to(x.dtype)

@@ -21,6 +21,7 @@ from partita.attn.rows import states_by_rows
 from partita.attn.sdpa import finish
 from partita.engine import State, Stats
 from partita.errors import ValueRangeError
+from partita.precision import finest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -74,7 +75,7 @@ class ScaleInvariant:
     At distance 0 it changes nothing. Equal to the formula of arXiv 2505.17083 for unit-variance scores.
 
     >>> ScaleInvariant()(torch.tensor([[0]]), torch.tensor([0]))
-    (tensor([[1.]]), tensor([[0.]]))
+    (tensor([[1.]], dtype=torch.float64), tensor([[0.]], dtype=torch.float64))
     """
 
     tau: float = 10.0
@@ -82,6 +83,6 @@ class ScaleInvariant:
     b: float = math.exp(0.5)
 
     def __call__(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        distance = (i - j).abs().to(torch.get_default_dtype())
+        distance = (i - j).abs().to(finest(i.device))  # the caller rounds once, to the dtype of its scores
         square = 2 * (torch.log1p(distance / self.tau) - math.log(self.a) + self.b / self.a)
         return square.sqrt(), self.b / self.a - square

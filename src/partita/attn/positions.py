@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from partita.errors import ShapeError
+from partita.precision import finest
 
 __all__ = ["rotary", "sinusoidal"]
 
@@ -46,9 +47,9 @@ def rotary(
 
 
 def _angles(positions: Tensor, dim: int, base: float) -> Tensor:  # (..., n, dim / 2)
-    """In float64 while on the CPU: a float32 angle at position 100,000 is wrong in the second digit of its sine."""
+    """In float64 where there is one: a float32 angle at position 100,000 is wrong in the second digit of its sine."""
     if dim < 2 or dim % 2:
         raise ShapeError(f"positions need an even dim of at least 2; got {dim}.")
-    wide = torch.float64 if positions.device.type in ("cpu", "cuda") else torch.float32
+    wide = finest(positions.device)
     w = base ** (-torch.arange(0, dim, 2, device=positions.device, dtype=wide) / dim)
     return positions.to(wide)[..., None] * w

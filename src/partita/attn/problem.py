@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
+from partita._checks import check_heads
 from partita.attn.bias import Bias
 from partita.attn.rows import KeysOf, RowsOf, blocks
 from partita.errors import DtypeError, ShapeError, ValueRangeError
@@ -20,7 +21,7 @@ from partita.support import Support
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Options", "Problem", "both"]
+__all__ = ["Options", "Problem", "both", "distribution"]
 
 
 class Options(TypedDict, total=False):
@@ -33,6 +34,43 @@ class Options(TypedDict, total=False):
     support: Support | None
     bias: Tensor | Bias | None
     softcap: float | None
+
+
+def distribution(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Gibbs:
+    """The distribution that the arguments of attention describe, where the bias is a tensor or none."""
+    scale, support, bias, rule = _ingredients(query, key, options)
+    assert rule is None
+    softcap, grouped = options.get("softcap"), options.get("enable_gqa", False)
+    return Gibbs(query, key, scale=scale, bias=bias, support=support, softcap=softcap, grouped=grouped)
+
+
+def _ingredients(
+    query: Tensor, key: Tensor, options: Options
+) -> tuple[float | Tensor | Policy, Support | None, Tensor | None, Bias | None]:
+    """How sharp, which keys, what is added, and what is added by a rule."""
+    attn_mask, support, bias = options.get("attn_mask"), options.get("support"), options.get("bias")
+    scale = options.get("scale")
+    supports.check_support(support)
+    rule, bias = (bias, None) if isinstance(bias, Bias) else (None, bias)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            support = both(support, supports.mask(attn_mask))
+        elif attn_mask.is_floating_point():
+            bias = attn_mask if bias is None else bias + attn_mask
+        else:
+            raise DtypeError(f"attn_mask must be boolean (True = visible) or floating (added); got {attn_mask.dtype}.")
+    if bias is not None and bias.dim() < 2:
+        bias = bias.reshape(1, -1)
+    if options.get("is_causal", False):
+        support = both(support, supports.causal())
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    if rule is not None and isinstance(scale, TargetEntropy):
+        raise ValueRangeError(
+            "TargetEntropy takes no position bias: with a bias the entropy is not monotone in the scale."
+        )
+    if not options.get("enable_gqa", False):
+        check_heads(query, key)
+    return scale, support, bias, rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,27 +86,8 @@ class Problem:
 
     @staticmethod
     def of(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Problem:
-        attn_mask, support, bias = options.get("attn_mask"), options.get("support"), options.get("bias")
-        scale = options.get("scale")
-        rule, bias = (bias, None) if isinstance(bias, Bias) else (None, bias)
-        if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                support = both(support, supports.mask(attn_mask))
-            elif attn_mask.is_floating_point():
-                bias = attn_mask if bias is None else bias + attn_mask
-            else:
-                raise DtypeError(
-                    f"attn_mask must be boolean (True = visible) or floating (added); got {attn_mask.dtype}."
-                )
-        if options.get("is_causal", False):
-            support = both(support, supports.causal())
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        if rule is not None and isinstance(scale, TargetEntropy):
-            raise ValueRangeError(
-                "TargetEntropy takes no position bias: with a bias the entropy is not monotone in the scale."
-            )
-        grouped = options.get("enable_gqa", False)
-        return Problem(query, key, scale, support, bias, rule, options.get("softcap"), grouped)
+        scale, support, bias, rule = _ingredients(query, key, options)
+        return Problem(query, key, scale, support, bias, rule, options.get("softcap"), options.get("enable_gqa", False))
 
     @property
     def n_query(self) -> int:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from partita.engine import State
-from partita.engine.terms import Term, conjunction
+from partita.engine.terms import Term
+from partita.engine.visibility import Visibility
 from partita.support import Support
 
 __all__ = ["KeysOf", "RowsOf", "blocks", "by_rows", "states_by_rows"]
@@ -33,10 +34,9 @@ class RowsOf(Support):
     n_query: int
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
-        rows = slice(self.first, self.first + n_query)
         terms = self.whole.bind(self.n_query, n_key, batch, device)
-        at = torch.arange(rows.start, rows.stop, device=device, dtype=torch.int32).view(*[1] * len(batch), -1)
-        return tuple(part for term in terms for part in _around(_cut(term, rows), at, term.hole))
+        seen = Visibility(terms, self.n_query, n_key, tuple(batch), device)
+        return seen.cut(rows=slice(self.first, self.first + n_query)).terms_here()
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,33 +48,9 @@ class KeysOf(Support):
     n_key: int
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
-        cols = slice(self.first, self.first + n_key)
         terms = self.whole.bind(n_query, self.n_key, batch, device)
-        row = torch.arange(n_query, device=device, dtype=torch.int32).view(*[1] * len(batch), -1) - self.first
-
-        def cut(term: Term) -> Term:
-            start = None if term.start is None else term.start - self.first
-            stop = None if term.stop is None else term.stop - self.first
-            ids = None if term.key_segment is None else term.key_segment[..., cols]
-            mask = term.mask if term.mask is None or term.mask.shape[-1] == 1 else term.mask[..., cols]
-            return Term(start, stop, term.query_segment, ids, mask)
-
-        return tuple(part for term in terms for part in _around(cut(term), row, term.hole))
-
-
-def _around(term: Term, hole_at: Tensor, hole: bool) -> tuple[Term, ...]:
-    """A hole that left the diagonal of the block becomes two intervals: keys before it, and keys after it."""
-    if not hole:
-        return (term,)
-    return conjunction(term, Term(stop=hole_at)), conjunction(term, Term(start=hole_at + 1))
-
-
-def _cut(term: Term, rows: slice) -> Term:
-    def row(vector: Tensor | None) -> Tensor | None:
-        return None if vector is None else vector[..., rows]
-
-    mask = term.mask if term.mask is None or term.mask.shape[-2] == 1 else term.mask[..., rows, :]
-    return Term(row(term.start), row(term.stop), row(term.query_segment), term.key_segment, mask)
+        seen = Visibility(terms, n_query, self.n_key, tuple(batch), device)
+        return seen.cut(keys=slice(self.first, self.first + n_key)).terms_here()
 
 
 def blocks(n_query: int, n_key: int, batch: Sequence[int]) -> list[slice]:

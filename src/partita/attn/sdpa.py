@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from partita._overrides import overridable
 from partita.attn.across import Spread, mean_across
 from partita.attn.bias import Bias
 from partita.attn.dropout import check_dropout, state_with_dropout
-from partita.attn.problem import Problem
+from partita.attn.problem import Options, Problem, distribution
 from partita.attn.rows import states_by_rows
-from partita.direct import attend
 from partita.distributed import team_of
 from partita.engine import State, Stats
 from partita.errors import ShapeError
+from partita.gibbs import plain_attention
+from partita.precision import output_dtype
 from partita.scale import Policy
 from partita.support import Support
 
@@ -103,30 +103,30 @@ def attention(
         )  # fmt: skip
         mean, state = mean_across(team_of(group), call, return_stats)
         return finish(state, value, sink, return_stats, mean)
-    added = (attn_mask, support, bias, softcap, sink)
-    if all(x is None for x in added) and dropout_p == 0.0 and (scale is None or type(scale) is float):
-        found = attend(query, key, value, scale, is_causal, enable_gqa, return_stats)
+    if (
+        attn_mask is None and support is None and bias is None and softcap is None and sink is None
+        and dropout_p == 0.0 and (scale is None or type(scale) is float)
+    ):  # fmt: skip
+        found = plain_attention(query, key, value, scale, is_causal, enable_gqa, return_stats)
         if found is not None:
             return found if return_stats else found[0]  # type: ignore[return-value]
-    problem = Problem.of(
-        query,
-        key,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        support=support,
-        bias=bias,
-        softcap=softcap,
-    )
-    if dropout_p > 0.0:
-        state = state_with_dropout(problem, value, dropout_p)
-    elif problem.rule is not None:
-        known = problem.resolved()
-        state = states_by_rows(lambda rows: known.rows(rows).state(value), known.blocks(value))
-    else:
-        mean, state = problem.gibbs().mean(value, statistics=return_stats)
+    options: Options = {
+        "attn_mask": attn_mask,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "support": support,
+        "bias": bias,
+        "softcap": softcap,
+    }
+    if dropout_p == 0.0 and not isinstance(bias, Bias):
+        mean, state = distribution(query, key, **options).mean(value, statistics=return_stats)
         return finish(state, value, sink, return_stats, mean)
+    problem = Problem.of(query, key, **options)
+    if dropout_p > 0.0:
+        return finish(state_with_dropout(problem, value, dropout_p), value, sink, return_stats)
+    known = problem.resolved()
+    state = states_by_rows(lambda rows: known.rows(rows).state(value), known.blocks(value))
     return finish(state, value, sink, return_stats)
 
 
@@ -137,14 +137,8 @@ def finish(
     out = state.expectation(consume=True) if mean is None else mean
     if sink is not None:
         out = out * (1 - state.sink_mass(_per_row(sink, state.mass)))[..., None]
-    out = out.to(_output_dtype(value))
+    out = out.to(output_dtype(value))
     return (out, state.stats()) if return_stats else out
-
-
-def _output_dtype(value: Tensor) -> torch.dtype:
-    kind = value.device.type
-    autocast = value.dtype != torch.float64 and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if autocast else value.dtype
 
 
 def _per_row(sink: Tensor, rows: Tensor) -> Tensor:

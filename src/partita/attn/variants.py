@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from partita._checks import check_whole
 from partita.attn.bias import Gumbel
 from partita.attn.dropout import draw_seed
 from partita.attn.problem import Problem
@@ -46,8 +47,7 @@ def top_k_attention(query: Tensor, key: Tensor, value: Tensor, k: int, **options
     >>> out.output, out.log_kept  # k = n: nothing is left out
     (tensor([[0.2500, 0.2500, 0.2500, 0.2500]]), tensor([0.]))
     """
-    if not isinstance(k, int) or k < 1:
-        raise ValueRangeError(f"k must be a whole number of keys, at least 1; got {k!r}.")
+    check_whole("k", k, least=1)
     problem = Problem.of(query, key, **options)
     gibbs = problem.gibbs()
     scores, index = gibbs.top(k)  # (..., n_query, k)
@@ -60,8 +60,9 @@ def top_k_attention(query: Tensor, key: Tensor, value: Tensor, k: int, **options
 
 
 def _pick(value: Tensor, index: Tensor, problem: Problem) -> Tensor:  # (..., n_query, k, dim_value)
-    """The values of chosen keys; key 0 stands in where there is none."""
+    """The values of chosen keys; key 0 stands in where there is none, and 0 where there are no keys."""
     value = problem.spread(value)
+    value = value if value.shape[-2] else torch.nn.functional.pad(value, (0, 0, 0, 1))
     batch, (n, k) = index.shape[:-2], index.shape[-2:]
     value = value.expand(*batch, *value.shape[-2:])
     at = index.clamp(min=0).reshape(*batch, n * k, 1).expand(*batch, n * k, value.shape[-1])

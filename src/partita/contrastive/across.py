@@ -104,7 +104,7 @@ def read_sums(
     """One pass over the keys of this process, or of all ranks."""
     if across is None:
         gibbs = Gibbs(query, key, scale=scale, bias=bias, support=support)
-        return gibbs._pass(target=target, rank=rank, statistics=statistics)
+        return gibbs.reduce(target=target, rank=rank, statistics=statistics)
     ring = across.ring(query, key, scale, bias=bias, support=support, view=view, kind=kind)
     return ring.sums(target=target, rank=rank, statistics=statistics)
 

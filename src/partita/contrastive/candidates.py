@@ -19,7 +19,6 @@ from partita.contrastive.exclude import sort_by_label
 from partita.distributed import View
 from partita.engine import State
 from partita.errors import ShapeError, ValueRangeError
-from partita.rows import multiplier
 from partita.support import Support
 
 __all__ = ["Bank", "check_pairs", "other_labels", "positive_score", "prepare", "resolve_scale", "tilted"]
@@ -116,7 +115,7 @@ def resolve_scale(
 ) -> float | Tensor:
     """1 / temperature, checked; a tensor keeps its gradient."""
     if log_temperature is not None:
-        return multiplier(-log_temperature.to(torch.promote_types(dtype, torch.float32)))
+        return (-log_temperature.to(torch.promote_types(dtype, torch.float32))).exp()
     if not isinstance(temperature, Tensor):
         _checks.check_positive("temperature", temperature)
         return 1.0 / temperature

@@ -14,7 +14,8 @@ from partita.contrastive.diagonal import diagonal_loss
 from partita.distributed import check_alone, joint_checks, team_of
 from partita.engine import Stats
 from partita.errors import ShapeError
-from partita.rows import by_rows, output_dtype, reduce_rows
+from partita.precision import loss_dtype, product
+from partita.rows import in_row_blocks, reduce_rows
 
 __all__ = ["clip_loss", "siglip_loss"]
 
@@ -55,7 +56,7 @@ def clip_loss(
         symmetric=True,
         reduction="mean",
         return_stats=return_stats,
-        dtype=output_dtype(image_features),
+        dtype=loss_dtype(image_features),
         bias=bias,
         across=across,
     )
@@ -87,13 +88,17 @@ def siglip_loss(
     scale = _scalar("logit_scale", logit_scale, image_features)
     bias = _scalar("logit_bias", 0.0 if logit_bias is None else logit_bias, image_features)
 
-    def questions(image: Tensor, text: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
-        # softplus(s) for "no"; the diagonal's "yes" is softplus(-s) = softplus(s) - s
-        return -logsigmoid(-(factor * (image.to(dtype) @ text.to(dtype).mT) + shift)).sum(-1)
+    # in the precision of the sums from here on: gradients of half-precision features are added up, then rounded once
+    images, texts = image_features.to(dtype), text_features.to(dtype)
+    numbers = torch.arange(len(texts), device=texts.device)
 
-    rows = by_rows(questions, [image_features], [text_features, scale, bias], len(text_features))
-    own = scale * (image_features.to(dtype) * text_features.to(dtype)).sum(-1) + bias
-    return reduce_rows(rows - own, reduction).to(output_dtype(image_features))
+    def questions(image: Tensor, number: Tensor, text: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
+        s = factor * product(image, text.mT) + shift
+        # the sign comes first: softplus(s) - s in place of softplus(-s) would lose a "yes" that is nearly certain
+        return -logsigmoid(torch.where(numbers == number[:, None], s, -s)).sum(-1)
+
+    rows = in_row_blocks(questions, [images, numbers], [texts, scale, bias], len(texts))
+    return reduce_rows(rows, reduction).to(loss_dtype(image_features))
 
 
 def _scalar(name: str, given: float | Tensor, like: Tensor) -> Tensor:

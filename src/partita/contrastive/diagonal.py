@@ -14,8 +14,7 @@ from partita.contrastive.candidates import Bank, positive_score
 from partita.contrastive.readout import readout, similarity_moments
 from partita.engine import Stats
 from partita.errors import ValueRangeError
-from partita.fused import diagonal_nll
-from partita.gibbs import surprise
+from partita.gibbs import Gibbs
 
 __all__ = ["diagonal_loss", "row_and_column_nll"]
 
@@ -25,10 +24,10 @@ def row_and_column_nll(
 ) -> tuple[Tensor, Tensor]:  # (n,), (n,)
     """-log p of the diagonal by rows and by columns of one score matrix."""
     if bias is None and across is None:
-        return diagonal_nll(query, key, scale)
+        return Gibbs(query, key, scale=scale).both_ways_nll()
     own = torch.arange(query.shape[0], device=query.device)
     rows, columns = read_both(across, query, key, scale, bias, own)
-    return surprise(rows), surprise(columns)
+    return rows.nll(), columns.nll()
 
 
 def diagonal_loss(
@@ -52,9 +51,9 @@ def diagonal_loss(
             rows, columns = row_and_column_nll(query, key, scale, bias, across)
             return reduce_all(across, (rows + columns) / 2, reduction).to(dtype)
         one = read_sums(across, query, key, scale, bias=bias, target=own, statistics=False)
-        return reduce_all(across, surprise(one), reduction).to(dtype)
+        return reduce_all(across, one.nll(), reduction).to(dtype)
     sums = read_sums(across, query, key, scale, bias=bias, target=own, rank=True)
-    rows = surprise(sums)
+    rows = sums.nll()
     others = Bank(key, supports.not_self(), across=across)
     with torch.no_grad():
         negatives = others.state(query, scale)
@@ -64,5 +63,5 @@ def diagonal_loss(
     stats = readout(sums.state, negatives, sums.rank, rows, positive, moments, scale, (query, key))
     if symmetric:
         back = read_sums(across, key, query, scale, bias=bias, target=own, statistics=False)
-        rows = (rows + surprise(back)) / 2
+        rows = (rows + back.nll()) / 2
     return reduce_all(across, rows, reduction).to(dtype), stats

@@ -28,6 +28,9 @@ class OtherLabel(Support):
     first: Tensor  # (n,) where the row's label begins
     last: Tensor  # (n,) where it has ended
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.first, self.last
+
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         lead = [1] * len(batch)
         first, last = (x.to(device=device, dtype=torch.int32).view(*lead, n_query) for x in (self.first, self.last))

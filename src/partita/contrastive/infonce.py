@@ -19,7 +19,8 @@ from partita.distributed import joint_checks, team_of
 from partita.engine import State, Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
-from partita.rows import by_rows, output_dtype
+from partita.precision import loss_dtype
+from partita.rows import in_row_blocks
 
 __all__ = ["info_nce_loss"]
 
@@ -79,7 +80,7 @@ def info_nce_loss(
     given = {"query": query, "positive_key": positive_key, "negative_keys": negative_keys}
     kinds = [len(query), 0 if negative_keys is None else len(negative_keys), 0 if queue is None else len(queue)]
     across = Across.of(team, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
-    dtype = output_dtype(query)
+    dtype = loss_dtype(query)
     plain = negative_keys is None and labels is None and exclude is None and queue is None
     if plain and not hardness and not decoupled:
         return diagonal_loss(
@@ -186,7 +187,7 @@ def _excluding(
 
     factor = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=positive.dtype, device=q.device)
     factor = factor.reshape(()) if factor.numel() == 1 else factor
-    columns = by_rows(few, [q, positive.detach(), numbers], [key, factor], len(key)).unbind(-1)
+    columns = in_row_blocks(few, [q, positive.detach(), numbers], [key, factor], len(key)).unbind(-1)
     peak, mass, first, spread, count, rank = columns
     return State(peak.detach(), mass, first, spread, count.detach()), rank.detach().long()
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize as to_unit
 
 from partita import _checks
-from partita.errors import ShapeError, ValueRangeError
+from partita.errors import ShapeError
 
 __all__ = ["Queue"]
 
@@ -40,13 +40,12 @@ class Queue(nn.Module):
     ):
         super().__init__()
         for name, number in (("size", size), ("dim", dim)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueRangeError(f"{name} must be a whole number, at least 1; got {number!r}.")
+            _checks.check_whole(name, number, least=1)
         self.size, self.dim, self.labelled, self.normalize = size, dim, labelled, normalize
         self.register_buffer("_store", torch.zeros(size, dim, dtype=dtype, device=device))
         self.register_buffer("_labels", torch.zeros(size, dtype=torch.int64, device=device))
-        self.register_buffer("_filled", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("_next", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("_filled", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("_next", torch.zeros((), dtype=torch.int64, device=device))
 
     def __len__(self) -> int:
         return int(self._filled)

@@ -15,7 +15,7 @@ from torch import Tensor
 from partita.contrastive.candidates import Bank
 from partita.engine import State, Stats
 from partita.gibbs import Gibbs
-from partita.rows import LossStats, multiplier
+from partita.rows import LossStats
 
 __all__ = ["ContrastStats", "LabelStats", "above", "per_row", "readout", "similarity_moments", "width_of"]
 
@@ -111,7 +111,7 @@ def readout(
 @torch.no_grad()
 def width_of(negatives: State) -> Tensor:  # (n,)
     """exp(H) of the negatives, 0 where there are none."""
-    width = multiplier(negatives.entropy())
+    width = negatives.entropy().exp()
     return torch.where(negatives.empty(), torch.zeros_like(width), width)
 
 

@@ -19,7 +19,7 @@ from partita.contrastive.candidates import check_pairs, prepare
 from partita.engine import State
 from partita.errors import ShapeError
 from partita.gibbs import Gibbs
-from partita.rows import check_unit
+from partita.rows import check_unit, reduce_rows
 
 __all__ = ["alignment", "uniformity"]
 
@@ -34,7 +34,7 @@ def alignment(x: Tensor, y: Tensor, *, power: float = 2.0, normalize: bool = Tru
     _checks.check_positive("power", power)
     a, b = _unit("x", x, normalize), _unit("y", y, normalize)
     distance: Tensor = torch.linalg.vector_norm(a - b, dim=-1)
-    return distance.pow(power).mean()
+    return reduce_rows(distance.pow(power), "mean")
 
 
 def uniformity(x: Tensor, *, sharpness: float = 2.0, normalize: bool = True) -> Tensor:  # (n, dim)

@@ -14,8 +14,7 @@ from partita.contrastive.readout import ContrastStats, LabelStats, per_row, read
 from partita.distributed import Sums, joint_checks, team_of
 from partita.engine import State, Stats
 from partita.errors import ShapeError
-from partita.gibbs import surprise
-from partita.rows import output_dtype
+from partita.precision import loss_dtype
 from partita.support import Support
 
 __all__ = ["nt_xent_loss", "supcon_loss"]
@@ -59,7 +58,7 @@ def nt_xent_loss(
         rank=return_stats,
         statistics=return_stats,
     )
-    loss = reduce_all(across, surprise(sums), reduction).to(output_dtype(out0))
+    loss = reduce_all(across, sums.nll(), reduction).to(loss_dtype(out0))
     return (loss, _two_views(sums, anchors, other, scale, across)) if return_stats else loss
 
 
@@ -75,7 +74,7 @@ def _two_views(
     positive = positive_score(anchors, anchors[other], 1.0)
     moments = similarity_moments([bank], anchors, positive, [positive_score(anchors, anchors, 1.0), positive])
     assert sums.rank is not None
-    nll = surprise(sums)
+    nll = sums.nll()
     vectors = anchors, anchors[other]
     return readout(sums.state, bank.state(anchors, scale), sums.rank, nll, positive, moments, scale, vectors)
 
@@ -128,7 +127,7 @@ def supcon_loss(
     positive = scale * (x.to(total.dtype) * total).sum(-1) / count.clamp(min=1)
     level = torch.where(state.empty(), positive, state.log_partition())
     rows = torch.where(has, level - positive, torch.zeros_like(positive))
-    loss = reduce_all(across, rows, reduction, has.sum().to(rows.dtype)).to(output_dtype(embeddings))
+    loss = reduce_all(across, rows, reduction, has.sum().to(rows.dtype)).to(loss_dtype(embeddings))
     if not return_stats:
         return loss
     bank = other_labels(keys, labels.long(), key_labels.long(), 0.0, across, 1)

@@ -20,24 +20,23 @@ import torch.distributed.nn  # noqa: F401
 
 from partita.distributed.agree import Fact, joint_checks, meet
 from partita.distributed.count import count_above
-from partita.distributed.layout import Cut, Layout, gather, shard
+from partita.distributed.layout import Layout, gather, shard
 from partita.distributed.merge import merge, merge_scores, merge_states
 from partita.distributed.passes import Ring, View
 from partita.distributed.team import Team, Zigzag, check_alone, for_ddp, replicate, team_of, zigzag
 from partita.distributed.travel import Traffic, pass_on, traffic, wait
-from partita.engine import Sums
-from partita.engine.terms import Term
+from partita.engine.sums import Sums
+from partita.engine.visibility import Visibility
 
 __all__ = [
-    "Cut",
     "Fact",
     "Layout",
     "Ring",
     "Sums",
     "Team",
-    "Term",
     "Traffic",
     "View",
+    "Visibility",
     "Zigzag",
     "check_alone",
     "count_above",

@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partita.distributed.parts import cut_keys
-from partita.engine import Request, registry
-from partita.engine.terms import Term
+from partita.distributed.parts import cut_keys, visibility
+from partita.engine.execute import forward
+from partita.engine.request import Request
 
 __all__ = ["count_above"]
 
@@ -67,28 +67,10 @@ def _count(request: Request, level: Tensor) -> Tensor:
         value=None,
         bias=bias,
         target=target,
-        terms=_with_last(request.terms, request),
+        terms=visibility(request).one_more_key().terms,
         rank=True,
         statistics=False,
     )
-    rank = registry.choose(asked, registry.current()).forward(asked).rank
+    rank = forward(asked).rank
     assert rank is not None
     return rank
-
-
-def _with_last(terms: tuple[Term, ...], request: Request) -> tuple[Term, ...]:
-    """The same terms over one more key, which every row sees."""
-    n = request.n_key
-    if not terms or (terms[0].hole and replace(terms[0], hole=False).trivial and request.n_query <= n):
-        return terms
-    last = torch.full((*[1] * (request.query.dim() - 2), request.n_query), n, dtype=torch.int32)
-    return (*(_longer(term) for term in terms), Term(start=last.to(request.query.device)))
-
-
-def _longer(term: Term) -> Term:
-    ids, mask = term.key_segment, term.mask
-    return replace(
-        term,
-        key_segment=None if ids is None else torch.cat([ids, ids[..., -1:]], -1),
-        mask=mask if mask is None or mask.shape[-1] == 1 else torch.nn.functional.pad(mask, (0, 1)),
-    )

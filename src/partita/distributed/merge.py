@@ -35,7 +35,7 @@ def merge_states(state: State, team: Team, statistics: bool = True) -> State:
     if team.size == 1:
         return state
     peak = team.all_reduce(state.peak.detach().clone(memory_format=torch.contiguous_format), dist.ReduceOp.MAX)
-    own = state._seen_from(peak)
+    own = state.seen_from(peak)
     rows = [own.mass, own.count, own.first] if statistics else [own.mass, own.count]
     sums = team.total(torch.stack(torch.broadcast_tensors(*rows)))
     mass, count = sums[0], sums[1].detach()
@@ -46,8 +46,7 @@ def merge_states(state: State, team: Team, statistics: bool = True) -> State:
     merged = State(peak, mass, sums[2], torch.zeros_like(mass), count, moment)
     # The spread about the common mean. The mean is a constant here: it is where the sum of squares is least, so that a
     # change of it changes nothing, and only this rank's own part of its derivative would be seen.
-    mean = merged._mean(merged.first).detach()
-    gap = own._mean(own.first) - mean
+    gap = state.mean_from(peak) - merged.mean_from(peak).detach()
     return replace(merged, spread=team.total(own.spread + own.mass * gap * gap))
 
 

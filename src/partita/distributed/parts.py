@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita.distributed.layout import Cut
-from partita.engine import Request
+from partita.engine import State
+from partita.engine.axes import cut_entries
+from partita.engine.request import Request
 from partita.engine.terms import Term
+from partita.engine.visibility import Visibility
 
-__all__ = ["Parts", "Place", "cut_keys", "cut_terms", "places", "steps"]
+__all__ = ["Parts", "Place", "cut_keys", "places", "steps", "visibility"]
 
 _SMALLEST = 1 << 20  # bytes of a part
 _MOST = 16
@@ -70,18 +72,11 @@ class Parts:
 
     def take(self, part: int, tensor: Tensor) -> Tensor:  # (*b, n, D)
         """A part of a tensor of the block, as a view."""
-        return _entries(tensor, self.axis, self.entry(part))[..., self.keys(part, tensor.shape[-2]), :]
+        return cut_entries(tensor, self.axis, self.entry(part))[..., self.keys(part, tensor.shape[-2]), :]
 
     def whole_keys(self) -> Parts:
         """The same without a cut of the keys."""
         return replace(self, n_keys=1)
-
-
-def _entries(tensor: Tensor, axis: int, entries: slice) -> Tensor:
-    """Entries of one batch dimension; a tensor of size 1 there serves all."""
-    if entries == slice(None) or tensor.shape[axis] == 1:
-        return tensor
-    return tensor.narrow(axis, entries.start, entries.stop - entries.start)
 
 
 @dataclass(frozen=True)
@@ -91,12 +86,21 @@ class Place:
     axis: int
     entries: slice
     rows: slice
-    n_query: int  # of the whole
-    dims: int  # batch dimensions of every tensor
-    device: torch.device
+
+    def seen(self, whole: Visibility, keys: slice) -> tuple[Term, ...] | None:
+        """What is said about these rows and some of the keys; None if nothing is seen."""
+        here = whole.entries(self.axis, self.entries)
+        if (self.rows, keys) == (slice(0, whole.n_query), slice(0, whole.n_key)):
+            return here.terms_here()
+        return here.cut(self.rows, keys).shown()
+
+    def state(self, whole: State) -> State:
+        """The state of these rows, in the memory of the whole."""
+        at, moment = self.vector, None if whole.moment is None else self.matrix(whole.moment)
+        return State(at(whole.peak), at(whole.mass), at(whole.first), at(whole.spread), at(whole.count), moment)
 
     def entry(self, tensor: Tensor) -> Tensor:
-        return _entries(tensor, self.axis, self.entries)
+        return cut_entries(tensor, self.axis, self.entries)
 
     def vector(self, tensor: Tensor) -> Tensor:  # (*b, Q or 1)
         tensor = self.entry(tensor)
@@ -113,34 +117,12 @@ def places(query: Tensor, parts: Parts, entries: slice, alone: bool = False) -> 
     few = _FEW_ROWS * (torch.get_num_threads() if query.device.type == "cpu" else 8)
     wanted = -(-_wanted(query.numel() * max(4, query.element_size())) // len(parts.entries))
     cuts = 1 if alone else max(1, min(wanted, n // few))
-    return [Place(parts.axis, entries, rows, n, query.dim() - 2, query.device) for rows in steps(n, cuts)]
+    return [Place(parts.axis, entries, rows) for rows in steps(n, cuts)]
 
 
-def cut_terms(terms: Sequence[Term], place: Place, keys: slice, n_key: int) -> tuple[Term, ...] | None:
-    """What a support of all rows over n_key keys says about a place and some of the keys; None if nothing is seen."""
-    known = tuple(_entries_of(term, place) for term in terms)
-    whole = place.rows.stop - place.rows.start == place.n_query and keys.stop - keys.start == n_key
-    if whole or not known:
-        return known
-    found = Cut.rows(known, place.rows, place.device).keys(keys.start, keys.stop - keys.start)
-    return None if found is None else tuple(_aligned(term, place.dims) for term in found)
-
-
-def _aligned(term: Term, dims: int) -> Term:
-    """A hole that became intervals has no batch dimensions of its own."""
-
-    def row(vector: Tensor | None) -> Tensor | None:
-        return None if vector is None else vector.view(*[1] * (dims + 1 - vector.dim()), *vector.shape)
-
-    return replace(term, start=row(term.start), stop=row(term.stop))
-
-
-def _entries_of(term: Term, place: Place) -> Term:
-    def part(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else place.entry(tensor)
-
-    ids = part(term.query_segment), part(term.key_segment)
-    return Term(part(term.start), part(term.stop), *ids, part(term.mask), term.hole)
+def visibility(request: Request) -> Visibility:
+    """Which keys the rows of a request see."""
+    return Visibility(request.terms, request.n_query, request.n_key, request.batch, request.query.device)
 
 
 def cut_keys(request: Request) -> list[Request]:
@@ -149,11 +131,10 @@ def cut_keys(request: Request) -> list[Request]:
     parts = Parts.of([request.key], n).n_keys
     if parts == 1:
         return [request]
-    rows = slice(0, request.n_query)
-    place = Place(0, slice(None), rows, request.n_query, request.query.dim() - 2, request.query.device)
+    seen = visibility(request)
     found = []
     for keys in steps(n, parts):
-        terms = cut_terms(request.terms, place, keys, n)
+        terms = seen.cut(keys=keys).shown()
         if terms is None:
             continue
         bias = request.bias

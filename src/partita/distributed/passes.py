@@ -14,17 +14,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partita import engine
 from partita.distributed.ring import Job, Piece, run
 from partita.distributed.team import Team
-from partita.engine import Request, State, Sums
+from partita.engine import State
+from partita.engine.axes import align, split_heads
+from partita.engine.request import Request, build, extend
+from partita.engine.sums import Sums
 from partita.engine.terms import Term
+from partita.engine.visibility import Visibility
 from partita.support import Support
 
 __all__ = ["Ring", "View"]
 
 # For the block of a rank with so many keys: (where in the block, first position in the whole, which keys count).
-View = Callable[[int, int], Sequence[tuple[slice, int, "Support | tuple[Term, ...] | None"]]]
+View = Callable[[int, int], Sequence[tuple[slice, int, "Support | Visibility | None"]]]
 
 
 class Ring:
@@ -53,7 +56,7 @@ class Ring:
         self.team, self.sizes, self.view = team, tuple(sizes), view
         lead = batch if bias is None else torch.broadcast_shapes(tuple(batch), bias.shape[:-2])
         self._bias = bias
-        self._rows = engine.build(query, key, scale=scale, softcap=softcap, grouped=grouped, batch=lead)
+        self._rows = build(query, key, scale=scale, softcap=softcap, grouped=grouped, batch=lead)
         self._batch = tuple(torch.broadcast_shapes(_rows_of(self._rows), tuple(lead)))
 
     def sums(
@@ -69,10 +72,10 @@ class Ring:
 
         level: how many keys score above it, for a row whose own key is not among them.
         """
-        request = engine.extend(self._rows, value=value, target=target, rank=rank, statistics=statistics)
+        request = extend(self._rows, value=value, target=target, rank=rank, statistics=statistics)
         assert request is not None
         job = self._job(request, level)
-        bias = None if self._bias is None else self._split(_pad(self._bias, len(self._batch) + 2), 2)
+        bias = None if self._bias is None else self._split(self._bias)
         (out,) = run([job], self._whole(request), request.key, request.value, request.scale, bias)
         return _read(job, out)
 
@@ -81,7 +84,7 @@ class Ring:
 
         No statistics, no batch; the gradients of both directions are added up in one place.
         """
-        request = engine.extend(self._rows, target=target, statistics=False)
+        request = extend(self._rows, target=target, statistics=False)
         assert request is not None
         assert not self._batch
         assert self.view is None
@@ -111,35 +114,29 @@ class Ring:
         groups, batch = self._rows.groups, self._batch
         return batch if groups == 1 else (*batch[:-1], batch[-1] // groups, groups)
 
+    def _split(self, bias: Tensor) -> Tensor:
+        bias = align(bias, len(self._batch), 2)
+        return bias if self._rows.groups == 1 else split_heads(bias, 2, self._rows.groups)
+
     def _pieces(self, source: int) -> Sequence[Piece]:
         n = self.sizes[source]
         if self.view is None:
-            return (Piece(slice(0, n), sum(self.sizes[:source]), ()),)
+            return (Piece(slice(0, n), sum(self.sizes[:source]), self._seen((), n)),)
         found = []
         for keys, first, support in self.view(source, n):
-            if isinstance(support, Support):
-                bound = support.bind(self._rows.n_query, keys.stop - keys.start, self._batch, self._rows.query.device)
-                support = () if any(term.trivial for term in bound) else bound
-            found.append(Piece(keys, first, tuple(self._term(term) for term in support or ())))
+            size = keys.stop - keys.start
+            if isinstance(support, Visibility):
+                seen = support
+            else:
+                rows = self._rows
+                seen = self._seen(
+                    support.bind(rows.n_query, size, self._batch, rows.query.device) if support else (), size
+                )
+            found.append(Piece(keys, first, seen.split_heads(self._rows.groups)))
         return found
 
-    def _term(self, term: Term) -> Term:
-        """Aligned with the rows, and split into the groups of the heads where there are any."""
-
-        def row(vector: Tensor | None) -> Tensor | None:
-            return None if vector is None else self._split(_pad(vector, len(self._batch) + 1), 1)
-
-        mask = None if term.mask is None else self._split(_pad(term.mask, len(self._batch) + 2), 2)
-        return Term(row(term.start), row(term.stop), row(term.query_segment), row(term.key_segment), mask, term.hole)
-
-    def _split(self, tensor: Tensor, tail: int) -> Tensor:
-        groups = self._rows.groups
-        if groups == 1:
-            return tensor
-        at = tensor.dim() - tail - 1
-        heads = tensor.shape[at]
-        out: Tensor = tensor.unflatten(at, (1, 1) if heads == 1 else (heads // groups, groups))
-        return out
+    def _seen(self, terms: Sequence[Term], n_key: int) -> Visibility:
+        return Visibility.of(terms, self._rows.n_query, n_key, self._batch, self._rows.query.device)
 
 
 def _read(job: Job, out: Sequence[Tensor]) -> Sums:
@@ -151,7 +148,7 @@ def _read(job: Job, out: Sequence[Tensor]) -> Sums:
     peak = peak.to(rows.dtype)
     peak, mass, first, spread, count = (rows.ungroup(x) for x in (peak, mass, first, spread, count))
     counted = rows.rank or job.level is not None
-    return Sums(
+    return Sums.of(
         State(peak, mass, first, spread, count),
         None if rows.target is None else rows.ungroup(score),
         rows.ungroup(ranks) if counted else None,
@@ -162,7 +159,3 @@ def _read(job: Job, out: Sequence[Tensor]) -> Sums:
 def _rows_of(request: Request) -> tuple[int, ...]:
     batch = request.batch
     return batch if request.groups == 1 else (*batch[:-2], batch[-2] * batch[-1])
-
-
-def _pad(tensor: Tensor, dims: int) -> Tensor:
-    return tensor.view(*[1] * (dims - tensor.dim()), *tensor.shape)

@@ -14,19 +14,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from partita.distributed.count import count_above
-from partita.distributed.parts import Parts, Place, cut_terms, places
+from partita.distributed.parts import Parts, Place, places
 from partita.distributed.team import Team
 from partita.distributed.travel import Homeward, Visit, visits
-from partita.engine import Request, State, registry
-from partita.engine.terms import Term
-from partita.engine.tile import Upstream
+from partita.engine import State, execute
+from partita.engine.request import Request
+from partita.engine.state import raw_gradients
+from partita.engine.sums import Upstream
+from partita.engine.visibility import Visibility
 
 __all__ = ["Job", "Piece", "run"]
 
@@ -37,7 +39,7 @@ class Piece:
 
     keys: slice  # within the block
     first: int  # where they begin in the whole
-    terms: tuple[Term, ...]  # () shows every key
+    seen: Visibility
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +65,7 @@ class Job:
             if low >= high:
                 continue
             seen = slice(low - piece.keys.start, high - piece.keys.start)
-            terms = cut_terms(piece.terms, place, seen, piece.keys.stop - piece.keys.start)
+            terms = place.seen(piece.seen, seen)
             if terms is None:
                 continue
             keys = slice(low - visit.keys.start, high - visit.keys.start)
@@ -113,9 +115,18 @@ def run(
     return [out[_OUTPUTS * i : _OUTPUTS * (i + 1)] for i in range(len(jobs))]
 
 
+class Known(NamedTuple):
+    """What the backward pass needs of the outputs of a job."""
+
+    peak: Tensor
+    mass: Tensor
+    first: Tensor
+    mean: Tensor
+
+
 _OPERANDS = ("query", "key", "value", "scale", "bias")
 _TRAVEL = ("key", "value")
-_OUTPUTS, _SAVED = 8, 4  # of a job
+_OUTPUTS, _SAVED = 8, len(Known._fields)  # of a job
 _TURNED = {"query": "key", "key": "query"}
 
 
@@ -166,21 +177,15 @@ class _Ring(torch.autograd.Function):
         for turned, job in enumerate(ctx.jobs):
             rows, own = (key, query) if turned else (query, key)
             asked = grads[_OUTPUTS * turned : _OUTPUTS * (turned + 1)]
-            peak, mass, linear, mean = saved[_SAVED * turned : _SAVED * (turned + 1)]
-            known = job.of(rows, scale, bias)
+            known = Known(*saved[_SAVED * turned : _SAVED * (turned + 1)])
+            there = job.of(rows, scale, bias)
             into = {_TURNED.get(name, name): grad for name, grad in total.items()} if turned else total
             with _plainly(key):
-                g = _upstream(known, asked, mass, linear, mean)
-                _backward(known, [own] if value is None else [own, value], peak, mass, g, into)
+                _backward(there, [own] if value is None else [own, value], known, asked, into)
         return None, *(
             total[name].to(x.dtype) if needs[name] and name in total else None
             for name, x in zip(_OPERANDS, given, strict=True)
         )
-
-
-def _filled(mass: Tensor) -> Tensor:
-    """A mass one may divide by: an empty row has none, and nothing to divide."""
-    return torch.where(mass == 0, torch.ones_like(mass), mass)
 
 
 # ---- forward --------------------------------------------------------------------------------------------------------
@@ -196,7 +201,7 @@ def _sums(job: Job, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
         total.first if statistics else absent.clone(),
         total.spread if statistics else absent.clone(),
         total.count,
-        absent.clone() if total.moment is None else total.moment.div_(_filled(total.mass)[..., None]),
+        absent.clone() if total.moment is None else total.expectation(consume=True),
         absent.clone() if score is None else score,
         absent.clone().long() if rank is None else rank,
     )
@@ -230,8 +235,8 @@ def _visit_forward(
     for place in places(rows.query, parts, visit.entries, alone=total.moment is None and rank is None):
         for meeting in job.meetings(visit, place, pieces):
             request = meeting.request
-            found = registry.choose(request, registry.current()).forward(request)
-            _join(total, place, found.state)
+            found = execute.forward(request)
+            place.state(total).add_(found.state)
             if found.target_score is not None:
                 assert score is not None
                 place.vector(score).copy_(found.target_score)
@@ -245,73 +250,11 @@ def _visit_forward(
                 place.vector(rank).add_(count_above(request, place.vector(level)))
 
 
-def _join(total: State, place: Place, b: State) -> None:
-    """Add a state to that of a place, with the peak kept in float64 and every sum in its own dtype."""
-    at = place.vector
-    moments = None if total.moment is None else place.matrix(total.moment)
-    a = State(at(total.peak), at(total.mass), at(total.first), at(total.spread), at(total.count), moments)
-    dtype = a.mass.dtype
-    level = b.peak.double()
-    peak = torch.maximum(a.peak, level)
-
-    def seen(state: State, top: Tensor) -> tuple[State, Tensor]:
-        unseen = top.isneginf()
-        step = torch.where(unseen, torch.zeros_like(peak), top - peak)
-        shrink = torch.where(unseen, torch.zeros_like(peak), step.exp()).to(dtype)
-        first = shrink * (state.first + step.to(dtype) * state.mass)
-        return State(peak, shrink * state.mass, first, shrink * state.spread, state.count), shrink[..., None]
-
-    (one, left), (other, right) = seen(a, a.peak), seen(b, level)
-    if a.moment is not None and b.moment is not None:
-        a.moment.mul_(left).addcmul_(b.moment, right)
-    mass = one.mass + other.mass
-    share = one.mass * (other.mass / _filled(mass))
-    gap = one._mean(one.first) - other._mean(other.first)
-    spread = one.spread + other.spread + share * gap * gap
-    for old, new in ((a.peak, peak), (a.mass, mass), (a.first, one.first + other.first), (a.spread, spread)):
-        old.copy_(new)
-    a.count.add_(b.count)
-
-
 # ---- backward -------------------------------------------------------------------------------------------------------
 
 
-def _upstream(job: Job, grads: Sequence[Tensor | None], total: Tensor, linear: Tensor, mean: Tensor) -> Upstream:
-    """Gradients of the raw sums, zeros for those nobody asked for: every rank takes part, asked or not.
-
-    That of the moment is still the one of the mean value; it is divided by the mass where it is used, place by place.
-    """
-    rows = job.rows
-    _, mass, first, spread, _, moment, target, _ = grads
-    zero = torch.zeros_like(total)
-    mass, first, second = (zero if g is None else g for g in (mass, first, spread))
-    if rows.statistics:
-        # spread = sum e c^2 - first^2 / mass: its gradient is that of the three raw moments
-        centre = linear / _filled(total)
-        mass, first = mass + centre * centre * second, first - 2 * centre * second
-    else:
-        first = second = zero
-    if rows.value is None:
-        moment = None
-    elif moment is None:
-        moment = zero[..., None].expand(*zero.shape, mean.shape[-1])
-    else:
-        # mean = moment / mass
-        mass = mass.clone()
-        parts = Parts.of([rows.query], rows.n_query)
-        for entries in parts.entries:
-            for place in places(rows.query, parts, entries):
-                along = torch.linalg.vecdot(place.matrix(moment), place.matrix(mean))
-                place.vector(mass).sub_(along / _filled(place.vector(total)))
-    if rows.target is None:
-        target = None
-    elif target is None:
-        target = zero
-    return Upstream(mass, first, second, moment, target)
-
-
 def _backward(
-    job: Job, own: Sequence[Tensor], peak: Tensor, mass: Tensor, g: Upstream, total: dict[str, Tensor]
+    job: Job, own: Sequence[Tensor], known: Known, grads: Sequence[Tensor | None], total: dict[str, Tensor]
 ) -> None:
     """Add the gradients of a job to `total`, which holds zeros, or those of other jobs."""
     parts = Parts.of(own, max(job.sizes))
@@ -320,7 +263,7 @@ def _backward(
     for visit in visits(job.team, own, job.sizes, parts, parts):
         into = dict(zip(travelling, home.begin(visit), strict=True))
         # in a function of its own: what it has made is free before the next part is worked on
-        _visit_backward(job, parts, visit, peak, mass, g, total, into)
+        _visit_backward(job, parts, visit, known, grads, total, into)
         home.end(visit)
     home.finish()
 
@@ -329,9 +272,8 @@ def _visit_backward(
     job: Job,
     parts: Parts,
     visit: Visit,
-    peak: Tensor,
-    mass: Tensor,
-    g: Upstream,
+    known: Known,
+    grads: Sequence[Tensor | None],
     total: dict[str, Tensor],
     into: dict[str, Tensor],
 ) -> None:
@@ -340,11 +282,10 @@ def _visit_backward(
     asked = ("query" in total, "key" in into, "value" in into, "scale" in total, "bias" in total)
     pieces = job.pieces(visit.source) if rows.n_query and any(asked) else ()
     for place in places(rows.query, parts, visit.entries) if pieces else ():
-        upstream = _at(g, place, mass)
+        upstream = _upstream(job, known, grads, place)
         for meeting in job.meetings(visit, place, pieces):
             request, above = _within(meeting, upstream)
-            backend = registry.choose(request, registry.current())
-            for name, grad in backend.backward(request, place.vector(peak), above, asked).items():
+            for name, grad in execute.backward(request, place.vector(known.peak), above, asked).items():
                 if name in _TRAVEL:
                     into[name][..., meeting.keys, :].add_(grad)
                 elif name == "query":
@@ -355,11 +296,37 @@ def _visit_backward(
                     _columns(place.matrix(total[name]), meeting.columns).add_(grad)
 
 
-def _at(g: Upstream, place: Place, mass: Tensor) -> Upstream:
-    """The gradients of the raw sums of a place."""
-    moment = None if g.moment is None else place.matrix(g.moment) / _filled(place.vector(mass))[..., None]
-    at = place.vector
-    return Upstream(at(g.mass), at(g.first), at(g.second), moment, None if g.target is None else at(g.target))
+def _upstream(job: Job, known: Known, grads: Sequence[Tensor | None], place: Place) -> Upstream:
+    """Gradients of the raw sums of a place, zeros for those nobody asked for: every rank takes part, asked or not."""
+    rows = job.rows
+    at, over = place.vector, place.matrix
+    _, mass, first, spread, _, mean, target, _ = grads
+
+    def row(tensor: Tensor | None, wanted: bool = True) -> Tensor | None:
+        return None if tensor is None or not wanted else at(tensor)
+
+    total = at(known.mass)
+    raw = raw_gradients(
+        total,
+        row(known.first, rows.statistics),
+        mean=None if rows.value is None else over(known.mean),
+        g_mass=row(mass),
+        g_first=row(first, rows.statistics),
+        g_spread=row(spread, rows.statistics),
+        g_mean=None if rows.value is None or mean is None else over(mean),
+    )
+    zero = torch.zeros_like(total)
+    moment = raw.moment
+    if rows.value is not None and moment is None:
+        moment = zero[..., None].expand(*zero.shape, known.mean.shape[-1])
+    asked = None if rows.target is None else zero if target is None else at(target)
+    return Upstream(
+        raw.mass,
+        zero if raw.first is None else raw.first,
+        zero if raw.second is None else raw.second,
+        moment,
+        asked,
+    )
 
 
 def _within(meeting: Meeting, g: Upstream) -> tuple[Request, Upstream]:

@@ -1,66 +1,16 @@
-"""The engine: one streaming pass over a request, and the state it leaves. `reduce` is the only door.
+"""The engine: one streaming pass over a request, and the state it leaves.
 
-`scan` walks the tiles of scores themselves, for readers that need more than sums (samples, the best keys).
+request     what is wanted of a pass, in canonical form
+terms       a support bound to sizes
+state       the sums of a set of keys: a monoid
+execute     the only door to the backends
+autograd    the operators and their derivatives
+backends    tiled (any torch device), native (the CPU, in C++)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
-from torch import Tensor
-
-from partita.engine.grid import Grid, tile_shape
-from partita.engine.registry import backend, backends, current, explain
-from partita.engine.request import Request, accumulation_dtype, build, extend, output_dtype
-from partita.engine.run import run as reduce
+from partita.engine.backends import backend, explain
 from partita.engine.state import State, Stats, merge
-from partita.engine.tile import Clean, scores
-from partita.engine.tiled import Sums
 
-__all__ = [
-    "Request",
-    "State",
-    "Stats",
-    "Sums",
-    "accumulation_dtype",
-    "backend",
-    "backends",
-    "build",
-    "current",
-    "explain",
-    "extend",
-    "merge",
-    "output_dtype",
-    "reduce",
-    "scan",
-    "tile_shape",
-    "whole",
-]
-
-
-@torch.no_grad()
-def scan(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice, Tensor]]]]:
-    """For each row tile its rows, and an iterator of (columns, scores) tiles; -inf is not visible."""
-    clean, grid = Clean.of(request), Grid(request)
-    for index, rows in enumerate(grid.rows):
-
-        def tiles(index: int = index, rows: slice = rows) -> Iterator[tuple[slice, Tensor]]:
-            for cols, mask in grid.visit(index):
-                s, _, _ = scores(clean, clean.operands(rows, cols), rows, cols, mask)
-                yield cols, s.expand(*request.batch, *s.shape[-2:])
-
-        yield rows, tiles()
-
-
-def whole(request: Request) -> Tensor:
-    """All scores at once, differentiable: the one dense thing here."""
-    clean = Clean.of(request)
-    grid = Grid(request, (max(1, request.n_query), max(1, request.n_key)))
-    rows, cols = slice(0, request.n_query), slice(0, request.n_key)
-    shape = (*request.batch, request.n_query, request.n_key)
-    if not grid.rows:
-        return request.scale.new_zeros(shape)
-    for cols, mask in grid.visit(0):
-        return scores(clean, clean.operands(rows, cols), rows, cols, mask)[0].expand(shape)
-    return request.scale.new_full(shape, -torch.inf)
+__all__ = ["State", "Stats", "backend", "explain", "merge"]

@@ -16,19 +16,15 @@ import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.engine.state import autocasts
+from partita.engine.axes import align, split_heads
 from partita.engine.terms import Term
 from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.precision import accumulation_dtype, autocasts, output_dtype
 
 if TYPE_CHECKING:
     from partita.support import Support
 
-__all__ = ["Request", "accumulation_dtype", "build", "extend", "output_dtype"]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays; everything below is summed in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+__all__ = ["Request", "build", "extend"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +63,7 @@ class Request:
         """The broadcast of all operands' batch dimensions: that of the rows."""
         shapes = [t.shape[:-2] for t in (self.query, self.key, self.value, self.bias) if t is not None]
         shapes += [t.shape[:-1] for t in (self.scale, self.target) if t is not None]
-        for term in self.terms:
-            shapes += [t.shape[:-1] for t in (term.start, term.stop, term.query_segment) if t is not None]
-            shapes += [term.key_segment.shape[:-1]] if term.key_segment is not None else []
-            shapes += [term.mask.shape[:-2]] if term.mask is not None else []
-        return _checks.broadcast(*shapes)
+        return _checks.broadcast(*shapes, *(term.batch for term in self.terms))
 
     def ungroup(self, rows: Tensor, tail: int = 0) -> Tensor:
         """Row results with the heads in one dimension again; `tail` dimensions follow the rows."""
@@ -96,9 +88,12 @@ def build(
     n_query, n_key = query.shape[-2], key.shape[-2]
     if bias is not None:
         _checks.check_bias(bias, n_query, n_key)
+        bias = bias if bias.dim() >= 2 else bias.reshape(1, -1)
     if softcap is not None:
         _checks.check_positive("softcap", softcap)
     groups = _groups(query, key) if grouped else 1
+    if not grouped:
+        _checks.check_heads(query, key)
     scale = _scale(scale, query)
     _checks.check_device(("query", "bias"), (query, bias))
     lead = tuple(key.shape[:-2])
@@ -108,16 +103,18 @@ def build(
             ("key", (*lead[:-1], lead[-1] * groups) if groups > 1 else lead),
             ("bias", () if bias is None else bias.shape[:-2]),
             ("scale", scale.shape[:-1]),
-            ("value or target", batch),
         )
     )
     terms = () if support is None else support.bind(n_query, n_key, rows, query.device)
+    if batch:  # a value's own dimensions come in front: the support knows nothing of them
+        rows = _checks.broadcast_batch((("query and key", rows), ("value or target", batch)))
+        terms = tuple(term.align(len(rows)) for term in terms)
     request = Request(
-        _pad(query, len(rows), 2),
-        _pad(key, len(rows), 2),
+        align(query, len(rows), 2),
+        align(key, len(rows), 2),
         None,
-        _pad(scale, len(rows), 1),
-        None if bias is None else _pad(bias, len(rows), 2),
+        align(scale, len(rows), 1),
+        None if bias is None else align(bias, len(rows), 2),
         None,
         () if any(term.trivial for term in terms) else terms,
         None if softcap is None else float(softcap),
@@ -143,15 +140,15 @@ def extend(
         _check_value(value, request)
         if value.dim() - 2 > n_batch:
             return None
-        value = _pad(value, n_batch, 2)
+        value = align(value, n_batch, 2)
     if target is not None:
         _check_target(target, request)
         if target.dim() - 1 > n_batch:
             return None
-        target = _pad(target.long(), n_batch, 1)
+        target = align(target.long(), n_batch, 1)
     if request.groups > 1:
         value = None if value is None else value.unsqueeze(-3)
-        target = None if target is None else _split(target, 1, request.groups)
+        target = None if target is None else split_heads(target, 1, request.groups)
     named: list[tuple[str, Sequence[int]]] = [("query and key", request.batch)]
     named += [("value", value.shape[:-2])] if value is not None else []
     named += [("target", target.shape[:-1])] if target is not None else []
@@ -173,13 +170,6 @@ def _check_target(target: Tensor, request: Request) -> None:
             f"target must have one index per query, shape (..., {request.n_query}); got {_checks.shape_text(target)}."
         )
     _checks.check_device(("query", "target"), (request.query, target))
-
-
-def output_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of results that follow this input's: its own, or autocast's."""
-    kind = tensor.device.type
-    lowered = autocasts(kind) and tensor.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if lowered else tensor.dtype
 
 
 def _lowered(tensor: Tensor) -> Tensor:
@@ -228,36 +218,12 @@ def _groups(query: Tensor, key: Tensor) -> int:
     return many // few
 
 
-def _pad(tensor: Tensor, n_batch: int, tail: int) -> Tensor:
-    """Left-pad the batch dimensions with ones up to n_batch."""
-    missing = n_batch + tail - tensor.dim()
-    return tensor.view(*[1] * missing, *tensor.shape) if missing > 0 else tensor
-
-
-def _split(tensor: Tensor, tail: int, groups: int) -> Tensor:
-    at = tensor.dim() - tail - 1
-    heads = tensor.shape[at]
-    out: Tensor = tensor.unflatten(at, (1, 1) if heads == 1 else (heads // groups, groups))
-    return out
-
-
 def _split_heads(request: Request, groups: int) -> Request:
     """The head dimension of size heads (or 1) becomes (key heads, groups) (or (1, 1))."""
 
     def split(tensor: Tensor | None, tail: int) -> Tensor | None:
-        return None if tensor is None else _split(tensor, tail, groups)
+        return None if tensor is None else split_heads(tensor, tail, groups)
 
-    terms = tuple(
-        Term(
-            split(t.start, 1),
-            split(t.stop, 1),
-            split(t.query_segment, 1),
-            split(t.key_segment, 1),
-            split(t.mask, 2),
-            t.hole,
-        )
-        for t in request.terms
-    )
     scale = split(request.scale, 1)
     query = split(request.query, 2)
     assert scale is not None
@@ -270,5 +236,5 @@ def _split_heads(request: Request, groups: int) -> Request:
         scale=scale,
         bias=split(request.bias, 2),
         target=split(request.target, 1),
-        terms=terms,
+        terms=tuple(term.split_heads(groups) for term in request.terms),
     )

@@ -14,8 +14,7 @@ so its derivatives are those of the sums alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,8 +22,9 @@ from torch import Tensor
 
 from partita._checks import broadcast_batch, has_values
 from partita.errors import ShapeError
+from partita.precision import product
 
-__all__ = ["LOWEST", "State", "Stats", "autocasts", "centre", "merge", "product"]
+__all__ = ["LOWEST", "State", "Stats", "centre", "divided", "filled", "merge", "raw_gradients"]
 
 LOWEST = -1e5  # exp of it is 0 in every dtype, its square is finite in float32
 
@@ -50,7 +50,7 @@ class State:
     spread: Tensor  # (..., Q)
     count: Tensor  # (..., Q)
     moment: Tensor | None = None  # (..., Q, V)
-    known: Stats | None = None  # what `stats` gives, where the pass has worked it out; such sums have no gradient
+    known: Stats | None = None  # what `stats` gives, where the pass has worked it out
 
     @staticmethod
     def of(scores: Tensor, value: Tensor | None = None) -> State:  # (..., Q, K), (..., K, V)
@@ -63,7 +63,7 @@ class State:
         peak = scores.detach().amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
         centred, weight = centre(scores, peak)
         mass, first = weight.sum(-1), (weight * centred).sum(-1)
-        mean = first / torch.where(peak.isneginf(), torch.ones_like(mass), mass)
+        mean = divided(first, mass)
         spread = (weight * (centred - mean[..., None]) ** 2).sum(-1)
         count = (~scores.isneginf()).sum(-1).to(scores.dtype)
         moment = None if value is None else product(weight, value.to(scores.dtype))
@@ -76,24 +76,42 @@ class State:
         if self.peak.shape != other.peak.shape:
             broadcast_batch((("one state", self.peak.shape), ("the other", other.peak.shape)))
         peak = torch.maximum(self.peak, other.peak).detach()
-        a, b = self._seen_from(peak), other._seen_from(peak)
+        a, b = self.seen_from(peak), other.seen_from(peak)
         moment = None if a.moment is None or b.moment is None else a.moment + b.moment
         mass = a.mass + b.mass
-        # the spread between the two means; a state of no keys has no mean, and no mass to weigh it with
-        share = a.mass * (b.mass / torch.where(peak.isneginf(), torch.ones_like(mass), mass))
-        gap = a._mean(a.first) - b._mean(b.first)
-        spread = a.spread + b.spread + share * gap * gap
+        # The spread between the two means. They are taken before the sums shrink: of a state far below the peak, mass
+        # and first underflow together, and the derivative of their ratio with them.
+        gap = self.mean_from(peak) - other.mean_from(peak)
+        spread = a.spread + b.spread + a.mass * divided(b.mass, mass) * gap * gap
         return State(peak, mass, a.first + b.first, spread, a.count + b.count, moment)
 
-    def _seen_from(self, peak: Tensor) -> State:
+    def add_(self, other: State) -> None:
+        """Merge another state into this one, in its memory; this peak may be kept in float64, for sums in float32."""
+        total = replace(self, moment=None, known=None).merge(replace(other, moment=None, known=None))
+        if self.moment is not None and other.moment is not None:
+            own, more = (state._step(total.peak)[1][..., None] for state in (self, other))
+            self.moment.mul_(own).addcmul_(other.moment, more)
+        for name in ("peak", "mass", "first", "spread", "count"):
+            getattr(self, name).copy_(getattr(total, name))
+
+    def seen_from(self, peak: Tensor) -> State:
         """The same sums relative to a higher peak."""
+        step, shrink = self._step(peak)
+        first = shrink * (self.first + step * self.mass)
+        moment = None if self.moment is None else shrink[..., None] * self.moment
+        return State(peak, shrink * self.mass, first, shrink * self.spread, self.count, moment)
+
+    def mean_from(self, peak: Tensor) -> Tensor:
+        """E[score] - peak for a higher peak; some number where no key was seen."""
+        return divided(self.first, self.mass) + self._step(peak)[0]
+
+    def _step(self, peak: Tensor) -> tuple[Tensor, Tensor]:
+        """How far the own peak lies above another, and exp of it, in the dtype of the sums."""
         unseen = self.peak.isneginf()
         # -inf - -inf would be nan: a state of no keys has nothing to shift
         step = torch.where(unseen, torch.zeros_like(peak), self.peak - peak)
         shrink = torch.where(unseen, torch.zeros_like(peak), step.exp())
-        first = shrink * (self.first + step * self.mass)
-        moment = None if self.moment is None else shrink[..., None] * self.moment
-        return State(peak, shrink * self.mass, first, shrink * self.spread, self.count, moment)
+        return step.to(self.mass.dtype), shrink.to(self.mass.dtype)
 
     def empty(self) -> Tensor:
         """Rows that saw no key."""
@@ -101,26 +119,31 @@ class State:
 
     def log_mass(self) -> Tensor:
         """log sum exp(s - peak), 0 on an empty row; log Z without the peak's magnitude."""
-        return torch.where(self.empty(), torch.ones_like(self.mass), self.mass).log()
-
-    def _mean(self, total: Tensor) -> Tensor:
-        return total / torch.where(self.mass == 0, torch.ones_like(self.mass), self.mass)
+        return filled(self.mass).log()
 
     def log_partition(self) -> Tensor:
         """log Z = peak + log mass; -inf on an empty row."""
+        if self.known is not None:
+            return self.known.log_partition
         return self.peak + self.log_mass()
 
     def entropy(self) -> Tensor:
         """H = log mass - first / mass. Centred at the peak: log Z - E[score] would lose the digits of a large score."""
-        return self.log_mass() - self._mean(self.first)
+        if self.known is not None:
+            return self.known.entropy
+        return self.log_mass() - divided(self.first, self.mass)
 
     def mean_score(self) -> Tensor:
         """E[score]; 0 on an empty row."""
-        return torch.where(self.empty(), torch.zeros_like(self.peak), self.peak + self._mean(self.first))
+        if self.known is not None:
+            return self.known.mean_score
+        return torch.where(self.empty(), torch.zeros_like(self.peak), self.peak + divided(self.first, self.mass))
 
     def score_variance(self) -> Tensor:
         """Var[score] = spread / mass; 0 on an empty row."""
-        return self._mean(self.spread)
+        if self.known is not None:
+            return self.known.score_variance
+        return divided(self.spread, self.mass)
 
     def max_score(self) -> Tensor:
         """The largest score; no gradient (`Gibbs.top(1)` has one)."""
@@ -130,11 +153,15 @@ class State:
         """Number of keys seen."""
         return self.count.detach()
 
+    def confidence(self) -> Tensor:
+        """The largest probability, exp(peak - log Z) = 1 / mass; 0 on an empty row."""
+        return torch.where(self.empty(), torch.zeros_like(self.mass), 1 / filled(self.mass))
+
     def expectation(self, *, consume: bool = False) -> Tensor:  # (..., Q, V)
         """E[value]; 0 on an empty row. `consume` may reuse the moment's memory, for a state that is read just once."""
         if self.moment is None:
             raise ShapeError("this state holds no value; make it with gibbs.state(value).")
-        mass = torch.where(self.empty(), torch.ones_like(self.mass), self.mass)[..., None]
+        mass = filled(self.mass)[..., None]
         if consume and not self.moment.requires_grad and has_values(self.moment):
             return self.moment.div_(mass)
         return self.moment / mass
@@ -147,25 +174,89 @@ class State:
         """All row statistics; what they share is computed once."""
         if self.known is not None:
             return self.known
-        log_mass, mean = self.log_mass(), self._mean(self.first)
+        log_mass, mean = self.log_mass(), divided(self.first, self.mass)
         score = torch.where(self.empty(), torch.zeros_like(self.peak), self.peak + mean)
         return Stats(
             self.peak + log_mass, log_mass - mean, score, self.score_variance(), self.max_score(), self.visible()
         )
 
 
-def autocasts(kind: str) -> bool:
-    """Whether autocast is on for this kind of device; some kinds have none."""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+def filled(mass: Tensor) -> Tensor:
+    """A mass one may divide by, or take the logarithm of: 1 on an empty row, which has none."""
+    return torch.where(mass == 0, torch.ones_like(mass), mass)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in the dtype they have: autocast lowers the operands of a pass, never its sums."""
-    kind = a.device.type
-    if autocasts(kind):
-        with torch.autocast(kind, enabled=False):
-            return a @ b
-    return a @ b
+def divided(total: Tensor, mass: Tensor) -> Tensor:
+    """total / mass; on an empty row both are 0, and so is this."""
+    return total / filled(mass)
+
+
+class RawGradients(NamedTuple):
+    """Gradients of the sums over keys themselves: of e, e c, e c^2 and e value; None is 0."""
+
+    mass: Tensor  # (..., Q)
+    first: Tensor | None
+    second: Tensor | None
+    moment: Tensor | None  # (..., Q, V)
+
+
+def raw_gradients(
+    mass: Tensor,
+    first: Tensor | None = None,
+    spread: Tensor | None = None,
+    mean: Tensor | None = None,
+    *,
+    g_mass: Tensor | None = None,
+    g_first: Tensor | None = None,
+    g_spread: Tensor | None = None,
+    g_mean: Tensor | None = None,
+    g_log_partition: Tensor | None = None,
+    g_entropy: Tensor | None = None,
+    g_mean_score: Tensor | None = None,
+    g_variance: Tensor | None = None,
+) -> RawGradients:
+    """What flows back to the raw sums from what was read off them, at constant peak; 0 on empty rows.
+
+        spread = second - first^2 / mass        mean value = moment / mass
+        log Z = peak + log mass                 H = log mass - first / mass
+        E[s] = peak + first / mass              Var[s] = spread / mass
+
+    `first` is needed for the gradients of spread, H, E[s] and Var[s], `spread` for that of Var[s], `mean` for its own.
+    Differentiable in everything given.
+    """
+    seen = mass != 0
+    inverse = torch.where(seen, 1 / filled(mass), torch.zeros_like(mass))
+
+    def plus(total: Tensor | None, more: Tensor) -> Tensor:
+        return more if total is None else total + more
+
+    if g_log_partition is not None:
+        g_mass = plus(g_mass, g_log_partition * inverse)
+    if g_variance is not None:
+        assert spread is not None
+        g_spread = plus(g_spread, g_variance * inverse)
+        g_mass = plus(g_mass, -(g_variance * inverse) * (spread * inverse))
+    if g_entropy is not None or g_mean_score is not None or g_spread is not None:
+        assert first is not None
+        mean_c = first * inverse
+        if g_entropy is not None:
+            g_mass = plus(g_mass, g_entropy * inverse * (1 + mean_c))
+            g_first = plus(g_first, -(g_entropy * inverse))
+        if g_mean_score is not None:
+            g_mass = plus(g_mass, -(g_mean_score * inverse) * mean_c)
+            g_first = plus(g_first, g_mean_score * inverse)
+        if g_spread is not None:
+            g_mass = plus(g_mass, mean_c * mean_c * g_spread)
+            g_first = plus(g_first, -2 * mean_c * g_spread)
+    g_moment = None
+    if g_mean is not None:
+        assert mean is not None
+        g_mass = plus(g_mass, -torch.linalg.vecdot(g_mean, mean) * inverse)
+        g_moment = g_mean * inverse[..., None]
+    # what came with the upstream gradient itself, a nan of -inf's perhaps, must not reach an empty row
+    rows = (None if g is None else torch.where(seen, g, torch.zeros_like(g)) for g in (g_mass, g_first, g_spread))
+    g_mass, g_first, g_second = rows
+    return RawGradients(torch.zeros_like(mass) if g_mass is None else g_mass, g_first, g_second, g_moment)
 
 
 def centre(scores: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,10 +275,6 @@ def merge(*states: State) -> State:
     >>> merge(half, half).entropy()  # uniform over 4 keys: log 4
     tensor([1.3863])
     """
-    return merge_all(states)
-
-
-def merge_all(states: Sequence[State]) -> State:
     if not states:
         raise ShapeError("merge needs at least one state.")
     total = states[0]

@@ -12,20 +12,26 @@ number of visible keys is a subtraction. Every tensor has the same batch dimensi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Term", "conjunction", "pack", "unpack", "visible", "window_mask"]
+from partita._checks import broadcast
+from partita.engine.axes import align, cut_entries, split_heads
 
-_SLOTS = ("start", "stop", "query_segment", "key_segment", "mask")
+__all__ = ["Term", "cut", "pack", "unpack", "visible", "window_mask"]
+
+_TAIL = {"start": 1, "stop": 1, "query_segment": 1, "key_segment": 1, "mask": 2}  # dimensions after those of the batch
+_SLOTS = tuple(_TAIL)
 _ROWS_AT_ONCE = 1 << 22  # booleans held at a time while counting a mask
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
+    """A conjunction. Its cuts keep a hole on the diagonal: `Visibility.cut` knows where it went."""
+
     start: Tensor | None = None  # (*b, Q) int32
     stop: Tensor | None = None  # (*b, Q) int32
     query_segment: Tensor | None = None  # (*b, Q)
@@ -37,18 +43,71 @@ class Term:
     def trivial(self) -> bool:
         return not self.hole and all(getattr(self, slot) is None for slot in _SLOTS)
 
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The common batch dimensions of its tensors."""
+        return broadcast(*(t.shape[: -_TAIL[slot]] for slot in _SLOTS if (t := getattr(self, slot)) is not None))
 
-def conjunction(a: Term, b: Term) -> Term:
-    """The keys both terms show."""
-    query_segment, key_segment = _join_segments(a, b)
-    return Term(
-        _both(a.start, b.start, torch.maximum),
-        _both(a.stop, b.stop, torch.minimum),
-        query_segment,
-        key_segment,
-        _both(a.mask, b.mask, torch.logical_and),
-        a.hole or b.hole,
-    )
+    def __and__(self, other: Term) -> Term:
+        """The keys both terms show."""
+        query_segment, key_segment = _join_segments(self, other)
+        return Term(
+            _both(self.start, other.start, torch.maximum),
+            _both(self.stop, other.stop, torch.minimum),
+            query_segment,
+            key_segment,
+            _both(self.mask, other.mask, torch.logical_and),
+            self.hole or other.hole,
+        )
+
+    def rows(self, at: slice | Tensor) -> Term:
+        """Some of the rows."""
+
+        def cut(slot: str, tensor: Tensor) -> Tensor:
+            if slot == "mask":
+                return tensor if tensor.shape[-2] == 1 else tensor[..., at, :]
+            return tensor if slot == "key_segment" else tensor[..., at]
+
+        return self._each(cut)
+
+    def keys(self, at: slice) -> Term:
+        """Some of the keys, counted from the first of them."""
+
+        def cut(slot: str, tensor: Tensor) -> Tensor:
+            if slot in ("start", "stop"):
+                return torch.sub(tensor, at.start)
+            broadcasts = slot == "mask" and tensor.shape[-1] == 1
+            return tensor if slot == "query_segment" or broadcasts else tensor[..., at]
+
+        return self._each(cut)
+
+    def one_more_key(self) -> Term:
+        """The same with a key after the last, which an interval or a mask does not show."""
+
+        def pad(slot: str, tensor: Tensor) -> Tensor:
+            if slot == "key_segment":
+                return torch.cat([tensor, tensor[..., -1:]], -1)
+            grows = slot == "mask" and tensor.shape[-1] != 1
+            return torch.nn.functional.pad(tensor, (0, 1)) if grows else tensor
+
+        return self._each(pad)
+
+    def entries(self, axis: int, at: slice) -> Term:
+        """Some entries of a batch dimension."""
+        return self._each(lambda slot, tensor: cut_entries(tensor, axis, at))
+
+    def align(self, n_batch: int) -> Term:
+        """The same with so many batch dimensions."""
+        return self._each(lambda slot, tensor: align(tensor, n_batch, _TAIL[slot]))
+
+    def split_heads(self, groups: int) -> Term:
+        """The last batch dimension as (key heads, groups)."""
+        return self._each(lambda slot, tensor: split_heads(tensor, _TAIL[slot], groups))
+
+    def _each(self, change: Callable[[str, Tensor], Tensor]) -> Term:
+        """Every tensor there is, changed by a function that is told its name."""
+        found = {slot: change(slot, t) for slot in _SLOTS if (t := getattr(self, slot)) is not None}
+        return Term(**found, hole=self.hole)
 
 
 def _both(a: Tensor | None, b: Tensor | None, join: object) -> Tensor | None:

@@ -1,6 +1,7 @@
 """partita demo | inspect | study | report | bench | lab | doctor. torch is imported by the command that needs it.
 
-Exit codes: 0 fine, 1 findings at or above the asked level, 2 wrong use, 130 interrupted.
+Exit codes: 0 fine, 1 findings at or above the asked level, 2 wrong use (a file that is no record or cannot be written
+is), 3 a damaged record, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -9,23 +10,37 @@ import argparse
 import importlib
 import importlib.util
 import json
+import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-FINE, FOUND, USAGE, INTERRUPTED = 0, 1, 2, 130
+import partita
+
+FINE, FOUND, USAGE, DAMAGED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 class UsageError(Exception):
     """What the user asked for cannot be done; the message says what can."""
+
+    code = USAGE
+
+
+class DamagedError(UsageError):
+    """A record that something has broken."""
+
+    code = DAMAGED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and give its exit code."""
     parser = build()
     given = list(sys.argv[1:] if argv is None else argv)
+    # torch says so on import where numpy is missing, which nothing here needs
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         if given[:1] in (["study"], ["bench"]):  # their options are their own affair, --help included
             return run_study(given[1:]) if given[0] == "study" else run_bench(given[1:])
@@ -40,19 +55,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else USAGE
     except UsageError as error:
         print(f"partita: {error}", file=sys.stderr)
-        return USAGE
+        return error.code
     except KeyboardInterrupt:
-        print("partita: interrupted; what was finished is on disk.", file=sys.stderr)
+        kept = (
+            "; finished cells are on disk, the same command goes on from them" if given[:2] == ["study", "run"] else ""
+        )
+        print(f"partita: interrupted{kept}.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `partita ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE
+    except OSError as error:  # a full disk, a folder that may not be written
+        if error.filename is None:
+            raise
+        print(f"partita: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return USAGE
 
 
 def build() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="partita", description="One partition function: see what the softmaxes of a model are doing."
     )
+    parser.add_argument("--version", action="version", version=f"partita {partita.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
 
     demo = _command(
@@ -62,13 +86,18 @@ def build() -> argparse.ArgumentParser:
         "watch a real encoder, train a small language model, run a few studies, write out/report.html and out/lab.html",
     )
     demo.add_argument("-o", "--out", type=Path, default=Path("out"), help="folder for the pages and records (out)")
-    demo.add_argument("--minutes", type=float, default=2.75, help="time for the training part (2.75)")
+    demo.add_argument("--minutes", type=_minutes, default=2.75, help="time for the training part (2.75)")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--quick", action="store_true", help="a few steps only: shows that everything runs")
 
     inspect = _command(commands, "inspect", run_inspect, "run a model on text and say what its softmaxes do")
     inspect.add_argument("model", help="a Hugging Face folder or a name available locally, or FILE.py:factory")
     inspect.add_argument("--text", type=Path, help="a text file (default: built-in text)")
+    inspect.add_argument(
+        "--bytes",
+        action="store_true",
+        help="feed the bytes of the text, modulo the vocabulary, to a model that comes without a tokenizer",
+    )
     inspect.add_argument("--max-length", type=int, default=512, help="longest input in tokens (512)")
     inspect.add_argument("--rows", type=int, help="observe so many queries per call (default: all)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
@@ -87,7 +116,9 @@ def build() -> argparse.ArgumentParser:
         "record", type=Path, metavar="RUN", help="a file written by watch(...).save, or a folder with one"
     )
     report.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="a second record to compare with")
-    report.add_argument("-o", "--out", type=Path, default=Path("report.html"))
+    report.add_argument(
+        "-o", "--out", type=Path, help="the page (report.html; with --json a page is written only where this names one)"
+    )
     report.add_argument(
         "--studies", type=Path, metavar="DIR", help="show the experiments that `partita study run --out DIR` finished"
     )
@@ -110,6 +141,13 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     return parser
 
 
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of minutes above 0; got {text}")
+    return value
+
+
 # ---- terminal ------------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +165,7 @@ def say(findings: Sequence[Any], limit: int = 20) -> None:
     for finding in findings[:limit]:
         print(f"{paint(finding.severity, finding.severity)}  {finding.code}  {finding.where}")
         print(f"    {finding.evidence}  [{finding.threshold}]" if finding.threshold else f"    {finding.evidence}")
-        print(f"    {finding.meaning} Try: {finding.action}")
+        print(f"    {finding.meaning}" + (f" Try: {finding.action}" if finding.action else ""))
     if len(findings) > limit:
         print(f"... and {len(findings) - limit} more")
 
@@ -154,7 +192,9 @@ def run_inspect(options: argparse.Namespace) -> int:
 
     if options.max_length < 2:
         raise UsageError("--max-length must be at least 2.")
-    watched = inspect(options.model, text=options.text, max_length=options.max_length, rows=options.rows)
+    watched = inspect(
+        options.model, text=options.text, max_length=options.max_length, rows=options.rows, as_bytes=options.bytes
+    )
     findings = watched.findings()
     if options.save:
         watched.save(options.save)
@@ -165,6 +205,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         print(json.dumps(found, allow_nan=False))
     else:
         print(found["sentence"])
+        print(f"fed: {found['fed']}")
         print(found["coverage"]["text"])
         print(f"{'layer':>5} {'heads':>5} {'H/log n':>8} {'width':>8} {'max':>8} {'key 0':>7}  name")
         for row in found["layers"]:
@@ -193,7 +234,7 @@ def run_study(rest: list[str]) -> int:
 
 def run_report(options: argparse.Namespace) -> int:
     from partita.monitor.findings import find
-    from partita.monitor.record import RecordError, load_record
+    from partita.monitor.loading import DamagedRecordError, RecordError, load_record
 
     def load(path: Path) -> Any:
         if path.is_dir():
@@ -205,8 +246,10 @@ def run_report(options: argparse.Namespace) -> int:
             return load_record(path)
         except FileNotFoundError:
             raise UsageError(f"{path} does not exist.") from None
-        except (RecordError, KeyError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} is not a record: {error}") from None
+        except DamagedRecordError as error:
+            raise DamagedError(f"a damaged record: {error}") from None
+        except RecordError as error:
+            raise UsageError(f"not a record: {error}") from None
 
     record = load(options.record)
     other = load(options.other) if options.other else None
@@ -217,22 +260,28 @@ def run_report(options: argparse.Namespace) -> int:
         if not finished:
             raise UsageError(f"{options.studies} holds no finished experiment. Make one: partita study run NAME.")
         record.studies = [row for row in record.studies if row.get("study") != KIND] + finished
-    path = record.report(options.out, other)
     findings = find(record)
+    out = options.out or (None if options.json else Path("report.html"))
+    path = record.report(out, other) if out else None
     if options.json:
         from partita.monitor.record import clean
 
-        print(json.dumps({"report": str(path), "findings": [clean(f.as_dict()) for f in findings]}, allow_nan=False))
+        shown = {"report": str(path) if path else None, "findings": [clean(f.as_dict()) for f in findings]}
+        print(json.dumps(shown, allow_nan=False))
     else:
         say(findings, limit=5)
-        print(f"report: {path} ({path.stat().st_size / 1e6:.2f} MB)")
+        print(f"report: {path} ({path.stat().st_size / 1e6:.2f} MB)" if path else "")
     return verdict(findings, options.fail_on)
 
 
 def run_bench(rest: list[str]) -> int:
     sys.path.insert(0, str(Path.cwd()))
     if importlib.util.find_spec("benchmarks") is None:
-        raise UsageError("no `benchmarks` folder here. Run this in a clone of the repository: partita bench speed")
+        where = "The benchmarks are part of the repository: run this in a clone of it, for example partita bench speed"
+        if {"-h", "--help"} & set(rest):
+            print(f"usage: partita bench [NAME ...]\n\ntime and memory of this machine. {where}")
+            return FINE
+        raise UsageError(f"no `benchmarks` folder here. {where}")
     import runpy
 
     sys.argv = ["benchmarks", *rest]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +30,65 @@ STUDIES = (
     *("spectra", "entropy_floor", "loss_geometry", "lipschitz"),
 )
 MINUTES = 2.75  # of training, at most
+QUIET = 8.0  # seconds without a word, after which it says what it is doing
 SMALL = Sizes(steps=6, batch=2, length=32, lengths=(32, 64), every=1)
 
 
 class Progress:
-    """A line per stage, and a moving one in terminals only."""
+    """A line per stage, a moving one in terminals, and a sign of life wherever nothing was said for a while."""
 
     def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.live = sys.stderr.isatty()
+        self.start = self.said = time.perf_counter()
+        self.out = sys.stderr  # a study's own words are turned into ours, so `sys.stderr` may be another one later
+        self.live = self.out.isatty()
+        self.doing = "starting"
+        self._over = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._pulse.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._pulse.join()
+
+    def _beat(self) -> None:
+        while not self._over.wait(QUIET / 8):
+            if time.perf_counter() - self.said > QUIET:
+                self._say(f"still at it: {self.doing}")
+
+    def _say(self, text: str) -> None:
+        self.said = time.perf_counter()
+        clear = "\r\033[K" if self.live else ""
+        print(f"{clear}[{self.said - self.start:5.1f} s] {text}", file=self.out, flush=True)
+
+    def begin(self, text: str) -> None:
+        """What comes now, said before it is done."""
+        self.doing = text
+        self._say(text)
 
     def stage(self, text: str) -> None:
-        clear = "\r\033[K" if self.live else ""
-        print(f"{clear}[{time.perf_counter() - self.start:5.1f} s] {text}", file=sys.stderr, flush=True)
+        """What was done."""
+        self._say(text)
 
     def tick(self, text: str) -> None:
+        self.doing = text
         if self.live:
-            print(f"\r\033[K          {text}", end="", file=sys.stderr, flush=True)
+            self.said = time.perf_counter()
+            print(f"\r\033[K          {text}", end="", file=self.out, flush=True)
+
+
+class _Lines(io.TextIOBase):
+    """Somebody else's progress, line by line, as ours."""
+
+    def __init__(self, tick: Callable[[str], None]) -> None:
+        self.tick = tick
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            self.tick(text.strip().splitlines()[-1])
+        return len(text)
 
 
 def demo(out: Path, *, minutes: float = MINUTES, seed: int = 0, quick: bool = False) -> int:
@@ -53,23 +97,26 @@ def demo(out: Path, *, minutes: float = MINUTES, seed: int = 0, quick: bool = Fa
     # Models this small gain little from a second thread, and wait many times their work for it where a core is busy.
     torch.set_num_threads(1)
     try:
-        return _demo(out, minutes=minutes, seed=seed, quick=quick)
+        with Progress() as progress:
+            return _demo(out, progress, minutes=minutes, seed=seed, quick=quick)
     finally:
         torch.set_num_threads(threads)
 
 
-def _demo(out: Path, *, minutes: float, seed: int, quick: bool) -> int:
+def _demo(out: Path, progress: Progress, *, minutes: float, seed: int, quick: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    progress = Progress()
     torch.manual_seed(seed)
     page.write(out / "lab.html")
     encoder, trained = Record(), []
     interrupted = False
     try:
+        progress.begin("reading the text")
         text, pairs = load_text(progress)
+        progress.begin("loading the encoder and watching it read")
         encoder = watch_encoder(text, pairs, progress, quick=quick)
         encoder.save(out / "encoder.jsonl")
         sizes = SMALL if quick else Sizes()
+        progress.begin(f"training a small language model three ways, {minutes:g} minutes at most")
         for record in train_policies(text, sizes, minutes=minutes, seed=seed, progress=progress):
             trained.append(record)
             record.save(out / f"training-{len(trained)}.jsonl")
@@ -98,10 +145,10 @@ def run_studies(folder: Path, progress: Progress, *, quick: bool) -> None:
     """The chosen experiments, one after the other; what an earlier run finished is not repeated."""
     size = "tiny" if quick else "quick"
     for name in STUDIES[:2] if quick else STUDIES:
-        progress.tick(f"study {name}")
+        progress.begin(f"study {name}")
         started, said = time.perf_counter(), io.StringIO()
         try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(_Lines(progress.tick)):
                 study.main(["run", name, "--size", size, "--out", str(folder)])
         except UsageError as error:  # another run writes there: the page shows what is finished
             progress.stage(f"study {name}: {error}")

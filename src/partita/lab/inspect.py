@@ -16,6 +16,7 @@ from torch import nn
 from partita.lab.cli import UsageError
 from partita.lab.report.verdict import sentence
 from partita.monitor import Finding, Watch
+from partita.monitor.provenance import positions
 from partita.monitor.record import clean
 
 # Lewis Carroll, 1865
@@ -37,22 +38,42 @@ suddenly down, so suddenly that Alice had not a moment to think about stopping h
 falling down a very deep well. Either the well was very deep, or she fell very slowly, for she had plenty of time as
 she went down to look about her and to wonder what was going to happen next."""
 BATCH = 4
+UNKNOWN = 0.9  # share of unknown tokens above which a text says nothing about the model
 
 
-def inspect(target: str, *, text: Path | None = None, max_length: int = 512, rows: int | None = None) -> Watch:
+def inspect(
+    target: str,
+    *,
+    text: Path | None = None,
+    max_length: int = 512,
+    rows: int | None = None,
+    as_bytes: bool = False,
+) -> Watch:
     """Watch one pass at each length 16, 32, 64, ... that the model and the text allow."""
     words = _read(text)
     model, tokenizer = load(target)
     model.eval()
+    source = text.name if text else "built-in text"
+    if as_bytes:
+        tokenizer = None
+    elif tokenizer is None and not _is_factory(target):
+        raise UsageError(
+            f"{target} has no tokenizer, so the text cannot become the tokens it was trained on. Put the tokenizer's "
+            f"files beside the model, use FILE.py:factory that returns (model, tokenizer), or give --bytes to feed the "
+            f"bytes of the text, which shows shapes and scales and nothing of what the model does with words."
+        )
     ids = encode(words, model, tokenizer)
     longest = min(max_length, positions(model) or max_length, len(ids))
     if longest < 2:
         raise UsageError(f"the text has {len(ids)} tokens; at least two are needed.")
+    fed = f"{len(ids)} tokens of {source}" if tokenizer is not None else _fed_bytes(model, len(ids), source)
     lengths = sorted({*(n for n in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n < longest), longest})
     with (
-        Watch(model, rows=rows, title=f"{type(model).__name__} on {text.name if text else 'built-in text'}") as watched,
+        Watch(model, rows=rows, title=f"{type(model).__name__} on {source}") as watched,
         torch.no_grad(),
     ):
+        about = watched.record.provenance
+        about["fed"], about["step_names"] = fed, {}
         for length in lengths:
             starts = [int(i * max(0, len(ids) - length) / max(1, BATCH - 1)) for i in range(BATCH)]
             batch = torch.stack([ids[s : s + length] for s in dict.fromkeys(starts)])
@@ -62,7 +83,17 @@ def inspect(target: str, *, text: Path | None = None, max_length: int = 512, row
                 if length == lengths[0]:
                     raise UsageError(f"the model does not run on input_ids of length {length}: {error}") from error
                 break  # a longest length nobody wrote down
+            about["step_names"][str(watched.step)] = f"{length} {'tokens' if tokenizer is not None else 'bytes'}"
     return watched
+
+
+def _is_factory(target: str) -> bool:
+    left, colon, _ = target.rpartition(":")
+    return bool(colon) and left.endswith(".py")
+
+
+def _fed_bytes(model: nn.Module, count: int, source: str) -> str:
+    return f"{count} bytes of {source}, modulo a vocabulary of {_vocabulary(model)}, in place of tokens: no tokenizer"
 
 
 def run(model: nn.Module, ids: torch.Tensor) -> Any:
@@ -77,8 +108,8 @@ def run(model: nn.Module, ids: torch.Tensor) -> Any:
 
 def load(target: str) -> tuple[nn.Module, Any]:
     """FILE.py:factory, or a Hugging Face folder or name that needs no network."""
-    left, colon, right = target.rpartition(":")
-    if colon and left.endswith(".py"):
+    if _is_factory(target):
+        left, _, right = target.rpartition(":")
         return _factory(Path(left), right)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     folder = _package_folder(target)
@@ -100,8 +131,10 @@ def load(target: str) -> tuple[nn.Module, Any]:
         ) from error
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder or target, local_files_only=True)
+        if not tokenizer.get_vocab() or len(tokenizer) <= len(tokenizer.all_special_ids):
+            tokenizer = None  # made of nothing but a configuration: it knows no word
     except Exception:
-        tokenizer = None  # bytes serve as tokens
+        tokenizer = None
     return model, tokenizer
 
 
@@ -115,19 +148,33 @@ def _factory(path: Path, name: str) -> tuple[nn.Module, Any]:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"{path} cannot be imported: {_theirs(error, path)}") from error
     finally:
         sys.path.pop(0)
     factory: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(factory):
         known = sorted(n for n in vars(module) if callable(getattr(module, n)) and not n.startswith("_"))
         raise UsageError(f"{path} has no function {name!r}; it has {', '.join(known) or 'none'}.")
-    made = factory()
+    try:
+        made = factory()
+    except Exception as error:
+        raise UsageError(f"{name}() raised {_theirs(error, path)}") from error
     model, tokenizer = made if isinstance(made, tuple) else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"{name}() must return a torch.nn.Module or (model, tokenizer); it returned {type(model).__name__}."
         )
     return model, tokenizer
+
+
+def _theirs(error: Exception, path: Path) -> str:
+    """The error and the last line of the user's file it came through."""
+    import traceback
+
+    own = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
+    line = own[-1].lineno if own else getattr(error, "lineno", None)
+    return f"{type(error).__name__}: {error}" + (f" ({path}, line {line})" if line else "")
 
 
 def _package_folder(name: str) -> str | None:
@@ -151,23 +198,26 @@ def _read(path: Path | None) -> str:
 
 
 def encode(text: str, model: nn.Module, tokenizer: Any) -> torch.Tensor:
-    """Token ids, one dimension; bytes where there is no tokenizer, folded into the vocabulary."""
+    """Token ids, one dimension; without a tokenizer bytes, folded into the vocabulary."""
     if tokenizer is not None:
         try:
             found = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
         except TypeError:
             found = tokenizer(text)
         ids = found["input_ids"] if isinstance(found, dict) or hasattr(found, "keys") else found
-        return torch.as_tensor(ids, dtype=torch.long).flatten()
-    size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 256)
-    return torch.tensor(list(text.encode()), dtype=torch.long) % size
+        made = torch.as_tensor(ids, dtype=torch.long).flatten()
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        if unknown is not None and len(made) and (share := float((made == unknown).float().mean())) > UNKNOWN:
+            raise UsageError(
+                f"the tokenizer knows almost nothing of this text: {share:.0%} of the tokens are its unknown token. "
+                f"Check that its files belong to the model, or give --bytes."
+            )
+        return made
+    return torch.tensor(list(text.encode()), dtype=torch.long) % _vocabulary(model)
 
 
-def positions(model: nn.Module) -> int | None:
-    """The longest input the model says it takes."""
-    config = getattr(model, "config", None)
-    found = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_seq_len")]
-    return next((int(n) for n in found if isinstance(n, int) and n > 0), None)
+def _vocabulary(model: nn.Module) -> int:
+    return next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 256)
 
 
 def summary(watched: Watch, findings: list[Finding]) -> dict[str, Any]:
@@ -192,6 +242,7 @@ def summary(watched: Watch, findings: list[Finding]) -> dict[str, Any]:
     return {
         "schema": "partita.inspect/1",
         "sentence": sentence(record, findings),
+        "fed": record.provenance.get("fed"),
         "coverage": clean(record.coverage),
         "overhead": clean(record.overhead),
         "findings": [clean(f.as_dict()) for f in findings],

@@ -25,6 +25,7 @@ from partita.lab.draw import svg
 from partita.lab.experiment import SIZES, Cell, Experiment, Verdict
 from partita.lab.raster import NEEDED, png
 from partita.lab.store import BusyError, Store
+from partita.monitor.files import locked, replace_file
 
 __all__ = ["main"]
 
@@ -137,6 +138,11 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--seeds counts runs of each setting, so at least 1; got {options.seeds}.")
     if options.out.exists() and not options.out.is_dir():
         raise UsageError(f"--out {options.out} is a file; a folder is needed.")
+    if not options.dry_run:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(error) from None
     outcome: dict[str, list[str]] = {"holds": [], "holds within": [], "does not hold": [], "skipped": [], "failed": []}
     estimate, start = 0.0, time.perf_counter()
     for name in names:
@@ -155,6 +161,8 @@ def _run(options: argparse.Namespace) -> int:
         except BusyError as error:
             raise UsageError(str(error)) from None
         except Exception as error:  # one that raises does not take the others with it
+            if isinstance(error, OSError) and options.out in Path(str(error.filename)).parents:
+                raise _unwritable(error) from None
             traceback.print_exc()
             print(f"{name}: failed, {type(error).__name__}: {error}", flush=True)
             outcome["failed"].append(name)
@@ -164,6 +172,10 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print(f"{len(names)} asked: {counts}; {_clock(time.perf_counter() - start)}; rows and figures in {options.out}")
     return FOUND if outcome["failed"] else FINE
+
+
+def _unwritable(error: OSError) -> UsageError:
+    return UsageError(f"cannot write {error.filename}: {error.strerror}. Give another --out.")
 
 
 def _plan(experiment: Experiment, options: argparse.Namespace) -> float:
@@ -207,19 +219,16 @@ def _experiment(experiment: Experiment, options: argparse.Namespace) -> Verdict:
             progress.close()
         rows = store.rows(plan)
         verdict = experiment.judge(rows)
-        store.path.with_suffix(".svg").write_text(svg(experiment.figure(rows)), encoding="utf-8")
+        replace_file(store.path.with_suffix(".svg"), svg(experiment.figure(rows)))
         _remember(options.out, experiment, options.size, verdict, store, plan)
     return verdict
 
 
 def _remember(out: Path, experiment: Experiment, size: str, verdict: Verdict, store: Store, plan: list[Cell]) -> None:
-    """Put the verdict into verdicts.json; the file is replaced whole, so that a kill leaves the old or the new one."""
+    """Put the verdict into verdicts.json. Several runs may judge at once: the folder is locked while the file is read
+    and replaced, and replaced whole, so that a kill leaves the old or the new one."""
     path = out / "verdicts.json"
-    try:
-        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        known = {}
-    known.setdefault(experiment.name, {})[size] = {
+    said = {
         "question": experiment.question,
         "expected": experiment.expected,
         "ids": list(experiment.ids),
@@ -230,9 +239,13 @@ def _remember(out: Path, experiment: Experiment, size: str, verdict: Verdict, st
         "rows": len(store.rows(plan)),
         "partita": sorted({store.records[cell.key]["partita"] for cell in plan}),
     }
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(known, indent=1, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
-    new.replace(path)
+    with locked(out):
+        try:
+            known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            known = {}
+        known.setdefault(experiment.name, {})[size] = said
+        replace_file(path, json.dumps(known, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 # ---- show ----------------------------------------------------------------------------------------------------------
@@ -269,7 +282,7 @@ def _show(options: argparse.Namespace) -> int:
     path = options.figure or store.path.with_suffix(".svg")
     path.parent.mkdir(parents=True, exist_ok=True)
     if kind == ".svg":
-        path.write_text(svg(figure), encoding="utf-8")
+        replace_file(path, svg(figure))
     elif not png(svg(figure, theme="light"), path):
         raise UsageError(f"{path} was not written: {NEEDED}.")
     print(f"figure: {path}")

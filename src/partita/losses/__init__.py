@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from partita.losses.distill import distillation_loss, linear_distillation_loss
 from partita.losses.linear import linear_cross_entropy
-from partita.losses.logits import cross_entropy, focal_loss, mae_loss, mse_loss, weighted_cross_entropy
+from partita.losses.logits import cross_entropy, focal_loss, mae_loss, mse_loss
 from partita.losses.nce import nce_loss
 from partita.rows import LossStats
 
@@ -24,5 +24,4 @@ __all__ = [
     "mae_loss",
     "mse_loss",
     "nce_loss",
-    "weighted_cross_entropy",
 ]

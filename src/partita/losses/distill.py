@@ -13,7 +13,8 @@ from partita import _checks
 from partita.engine import State
 from partita.errors import ShapeError
 from partita.gibbs import Gibbs
-from partita.rows import output_dtype, probabilities, reduce_rows
+from partita.precision import loss_dtype
+from partita.rows import probabilities, reduce_rows
 
 __all__ = ["distillation_loss", "linear_distillation_loss"]
 
@@ -67,9 +68,9 @@ def linear_distillation_loss(
         )
     teacher = Gibbs(teacher_input.detach(), teacher_weight.detach(), scale=1 / temperature).state(linear_weight)
     agreement = (input * teacher.expectation().to(input.dtype)).sum(-1) / temperature
-    student = Gibbs(input, linear_weight, scale=1 / temperature)._pass(statistics=False).state
+    student = Gibbs(input, linear_weight, scale=1 / temperature).reduce(statistics=False).state
     rows = student.log_partition() - agreement - teacher.entropy()
-    return reduce_rows(temperature**2 * rows, reduction).to(output_dtype(input))
+    return reduce_rows(temperature**2 * rows, reduction).to(loss_dtype(input))
 
 
 def _check(temperature: float, reduction: str) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from partita import _checks
 from partita.errors import DtypeError, ShapeError, ValueRangeError
-from partita.losses.objective import Options
-from partita.rows import by_rows
+from partita.losses.objective import Options, likeliest
+from partita.precision import no_autocast
+from partita.rows import in_row_blocks
 
 __all__ = ["Head", "weighted_scores"]
 
@@ -74,7 +75,7 @@ class Head:
         if isinstance(scale, Tensor) and scale.dim():
             scale = _per_row("scale", scale, shape, -shift)
         target = target[..., shift:] if shift else target
-        index = target.detach().argmax(len(lead)) if soft else target.long()  # uint8 would index as a mask
+        index = likeliest(target, len(lead)) if soft else target.long()  # uint8 would index as a mask
         counts = None if soft else index != options.ignore_index
         seen = counts is not None and _checks.has_values(counts)
 
@@ -82,7 +83,7 @@ class Head:
         if counts is not None and seen and not outputs and not bool(counts.all()):
             kept = counts.reshape(n).nonzero()[:, 0]
             where = kept if window is None else _positions(input, window)[kept]
-            query = input.reshape(-1, dim).index_select(0, where)
+            query = input.reshape(input.shape[:-1].numel(), dim).index_select(0, where)
         elif counts is not None and not (seen and bool(counts.all())):
             mask, index = counts, torch.where(counts, index, torch.zeros_like(index))
         # cutting the last positions off several sequences leaves no flat view: then the batch stays a batch
@@ -123,7 +124,7 @@ def weighted_scores(head: Head, coefficient: Tensor | None, softcap: float | Non
     at each of them; then a few rows are held at a time.
     """
     dtype = head.dtype
-    with torch.autocast(head.query.device.type, enabled=False):
+    with no_autocast(head.query):
         query, key = head.query.to(dtype), head.key.to(dtype)
         scale = head.scale.to(dtype) if isinstance(head.scale, Tensor) else head.scale
         bias = None if head.bias is None else head.bias.to(dtype)
@@ -146,9 +147,10 @@ def _capped(
     cap = softcap
     rows = (*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), query.shape[-2])
     factor = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=query.dtype, device=query.device)
-    weight = torch.ones((), dtype=query.dtype, device=query.device) if coefficient is None else coefficient
+    if coefficient is None:
+        coefficient = torch.ones((), dtype=query.dtype, device=query.device)
     offset = torch.zeros((1, 1), dtype=query.dtype, device=query.device) if bias is None else bias
-    per_row = weight.dim() > 1
+    per_row = coefficient.dim() > 1
 
     def total(q: Tensor, f: Tensor, *rest: Tensor) -> Tensor:
         # rows come first here, so that they can be cut; the engine has them last but one
@@ -160,11 +162,11 @@ def _capped(
     cut = [query.movedim(-2, 0), factor.expand(rows).movedim(-1, 0)]
     shared = [key, offset]
     if per_row:
-        cut.append(weight.movedim(-2, 0))
+        cut.append(coefficient.movedim(-2, 0))
     else:
-        shared.insert(0, weight)
+        shared.insert(0, coefficient)
     width = key.shape[-2] * max(1, torch.Size(rows[:-1]).numel())
-    return by_rows(total, cut, shared, width).movedim(0, -1)
+    return in_row_blocks(total, cut, shared, width).movedim(0, -1)
 
 
 def _is_soft(input: Tensor, linear_weight: Tensor, target: Tensor, options: Options) -> bool:
@@ -190,8 +192,7 @@ def _is_soft(input: Tensor, linear_weight: Tensor, target: Tensor, options: Opti
 
 def _window(lead: tuple[int, ...], shift: int, outputs: bool) -> tuple[tuple[int, ...], slice | None]:
     """Rows that are left by a shift, and which positions they are."""
-    if not isinstance(shift, int) or isinstance(shift, bool) or shift < 0:
-        raise ValueRangeError(f"shift must be a whole number, not negative; got {shift!r}.")
+    _checks.check_whole("shift", shift, least=0)
     if shift == 0:
         return lead, None
     if not lead or outputs:

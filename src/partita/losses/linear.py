@@ -10,12 +10,12 @@ from partita._overrides import overridable
 from partita.distributed import joint_checks, team_of
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError
-from partita.fused import total_nll
-from partita.gibbs import Gibbs, surprise
+from partita.gibbs import Gibbs
 from partita.losses.head import Head, weighted_scores
 from partita.losses.objective import Options, Terms
 from partita.losses.sharded import agree, check_slice, read_slices, terms_of_slices
-from partita.rows import output_dtype, read, spread
+from partita.precision import autocasts, loss_dtype
+from partita.rows import among_all_rows, blank_ignored, loss_stats, reduce_rows
 
 __all__ = ["linear_cross_entropy", "weighted_nll"]
 
@@ -65,38 +65,39 @@ def linear_cross_entropy(
     team = None if group is None else team_of(group)
     given = -100 if ignore_index is None else ignore_index
     with joint_checks(team):
+        _check_operands(input, linear_weight, linear_bias)
         options = Options(
             linear_weight.shape[0], weight, reduction, given, label_smoothing, float(z_loss), float(entropy_weight)
         )
-        _check_operands(input, linear_weight, linear_bias)
         if team is not None:
             check_slice(target)
         head = Head.of(input, linear_weight, target, linear_bias, scale, sample_weight, options, shift)
         capped = softcap is not None
         gibbs = Gibbs(head.query, head.key, scale=head.scale, bias=head.bias, softcap=softcap, cap_bias=capped)
+        if team is None:
+            _checks.check_classes(head.index, options.n_class, given)
     own = None
     if team is not None:
         own = agree(team, head, linear_weight, linear_bias, options, softcap, (reduction, given, return_stats, shift))
     terms = _terms(head, options, softcap) if own is None else terms_of_slices(head, own, options, softcap)
-    dtype = output_dtype(input)
+    dtype = loss_dtype(input)
     if own is None and reduction != "none" and not return_stats and not options.regularised:
         total = terms.weigh(terms.share).sum() if reduction == "mean" else None
         return weighted_nll(gibbs, head.index, terms, total).to(dtype)
     statistics = return_stats or entropy_weight != 0.0
     if own is None:
-        sums = gibbs._pass(target=head.index, rank=return_stats, statistics=statistics)
+        sums = gibbs.reduce(target=head.index, rank=return_stats, statistics=statistics)
     else:
         sums = read_slices(gibbs, own, rank=return_stats, statistics=statistics)
-    rows = terms.rows(surprise(sums), sums.state, options)
+    rows = terms.rows(sums.nll(), sums.state, options)
     loss = head.place(rows) if reduction == "none" else terms.reduce(rows, options)
     if not return_stats:
         return loss.to(dtype)
-    stats = read(sums)
+    stats = loss_stats(sums)
     if head.kept is not None:
-        stats = spread(stats, head.kept, head.shape)
-    else:
-        stats = type(stats)(*(head.place(field) for field in stats))
-    return loss.to(dtype), stats
+        return loss.to(dtype), among_all_rows(stats, head.kept, head.shape)
+    stats = stats if head.mask is None else blank_ignored(stats, head.mask)
+    return loss.to(dtype), type(stats)(*(head.place(field) for field in stats))
 
 
 def weighted_nll(gibbs: Gibbs, target: Tensor, terms: Terms, total: Tensor | None) -> Tensor:
@@ -106,11 +107,11 @@ def weighted_nll(gibbs: Gibbs, target: Tensor, terms: Terms, total: Tensor | Non
     goes forward.
     """
     if terms.linear is None:
-        out = total_nll(gibbs, target, terms.weigh(terms.on_target))
+        out = gibbs.weighted_nll(target, terms.weigh(terms.on_target))
     else:
-        sums = gibbs._pass(target=target, statistics=False)
-        out = terms.rows(surprise(sums), sums.state, Options(gibbs.key.shape[-2])).sum()
-    return out if total is None else out / torch.where(total == 0, torch.ones_like(total), total)
+        sums = gibbs.reduce(target=target, statistics=False)
+        out = terms.rows(sums.nll(), sums.state, Options(gibbs.key.shape[-2])).sum()
+    return out if total is None else reduce_rows(out, "mean", total)
 
 
 def _terms(head: Head, options: Options, softcap: float | None) -> Terms:
@@ -138,7 +139,7 @@ def _check_operands(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | 
             f"input and linear_weight must share their last dim; got {_checks.shape_text(input)} and "
             f"{_checks.shape_text(linear_weight)}. nn.Linear keeps its weight as (n_class, dim)."
         )
-    if input.dtype != linear_weight.dtype and not torch.is_autocast_enabled(input.device.type):
+    if input.dtype != linear_weight.dtype and not autocasts(input.device.type):
         raise DtypeError(
             f"input and linear_weight must share their dtype; got {input.dtype} and {linear_weight.dtype}. "
             f"Convert one with .to(), or use torch.autocast."

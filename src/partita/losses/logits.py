@@ -15,12 +15,12 @@ from torch import Tensor
 from partita import _checks
 from partita._overrides import overridable
 from partita.engine import Stats
-from partita.errors import DtypeError, ShapeError, TargetError, ValueRangeError
-from partita.gibbs import surprise
-from partita.losses.objective import Options, Terms
-from partita.rows import LossStats, explicit, output_dtype, probabilities, probability, read, reduce_rows
+from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.losses.objective import Options, Terms, likeliest
+from partita.precision import loss_dtype
+from partita.rows import blank_ignored, loss_stats, probabilities, reduce_rows, sums_of
 
-__all__ = ["cross_entropy", "focal_loss", "mae_loss", "mse_loss", "weighted_cross_entropy"]
+__all__ = ["cross_entropy", "focal_loss", "mae_loss", "mse_loss"]
 
 
 @overridable
@@ -43,7 +43,9 @@ def cross_entropy(
         loss_i = log sum_c exp(z_ic) - z_i,target_i              or  -sum_c y_ic log p_ic
 
     Equal to ``F.cross_entropy`` in its own arguments, but for nothing to average: 0, not nan. A head whose logits need
-    not exist is `linear_cross_entropy`. Spec: M-LOSS-1, M-LOSS-2, M-LOSS-7, M-LOSS-9.
+    not exist is `linear_cross_entropy`. With class weights `mean` divides by the weights of the rows' classes, as torch
+    does; ``reduction="sum"`` divided by the number of rows lets a rare class really count more.
+    Spec: M-LOSS-1, M-LOSS-2, M-LOSS-7, M-LOSS-9.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))  # log 4
     tensor(1.3863)
@@ -64,48 +66,22 @@ def cross_entropy(
             raise ValueRangeError("ignore_index names a class index; it cannot be given with class probabilities.")
         probs = _classes_last(target)
         soft = options.soften(probs, raised.dtype)
-        sums = explicit(raised, probs.detach().argmax(-1))
+        index = likeliest(probs, -1)
+        _checks.check_classes(index, n_class, ignore_index)
+        sums = sums_of(raised, index)
         terms = Terms.of_probabilities(soft, (soft * raised).sum(-1), sample)
     else:
         index, kept = _index(target, shape, n_class, ignore_index)
-        sums = explicit(raised, index)
+        sums = sums_of(raised, index)
         class_weight = options.class_weight(raised.dtype)
         linear = (raised if class_weight is None else raised * class_weight).sum(-1) if label_smoothing else None
         terms = Terms.of_index(index, options, linear, sample, kept, raised[..., 0])
-    rows = terms.rows(surprise(sums), sums.state, options)
-    loss = terms.reduce(rows, options).to(output_dtype(input))
+    rows = terms.rows(sums.nll(), sums.state, options)
+    loss = terms.reduce(rows, options).to(loss_dtype(input))
     if not return_stats:
         return loss
-    stats = read(sums)
-    return loss, stats if terms.kept is None else _blank(stats, terms.kept)
-
-
-def weighted_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor,  # (n_class,)
-    *,
-    divide_by: str = "weights",
-    ignore_index: int = -100,
-) -> Tensor:
-    """The mean of weight_target * -log p_target, which has two readings.
-
-        divide_by="weights":  sum_i w_i nll_i / sum_i w_i        torch's; the scale of the weights cancels
-        divide_by="rows":     sum_i w_i nll_i / N                a rare class really counts more
-
-    Spec: M-LOSS-7.
-
-    >>> x, w = torch.zeros(2, 2), torch.tensor([1.0, 3.0])
-    >>> y = torch.tensor([0, 1])
-    >>> weighted_cross_entropy(x, y, w), weighted_cross_entropy(x, y, w, divide_by="rows")  # log 2, 2 log 2
-    (tensor(0.6931), tensor(1.3863))
-    """
-    if divide_by not in ("weights", "rows"):
-        raise ValueRangeError(f"divide_by must be 'weights' or 'rows'; got {divide_by!r}.")
-    reduction = "mean" if divide_by == "weights" else "sum"
-    loss = cross_entropy(input, target, weight=weight, reduction=reduction, ignore_index=ignore_index)
-    assert isinstance(loss, Tensor)
-    return loss if divide_by == "weights" else loss / (target != ignore_index).sum().clamp(min=1)
+    stats = loss_stats(sums)
+    return loss, stats if terms.kept is None else blank_ignored(stats, terms.kept)
 
 
 def focal_loss(
@@ -132,16 +108,16 @@ def focal_loss(
     logits = _classes_last(input)
     raised = logits.to(torch.promote_types(logits.dtype, torch.float32))
     index, kept = _index(target, logits.shape[:-1], logits.shape[-1], ignore_index)
-    nll = surprise(explicit(raised, index))
+    nll = sums_of(raised, index).nll()
     rows = nll
     if gamma:
-        wrong = 1 - probability(nll)
+        wrong = 1 - (-nll).exp()
         # at p_target = 1 the power of 0 has an infinite slope for gamma < 1, against a loss of 0
         sure = wrong <= 0
         rows = torch.where(sure, torch.zeros_like(nll), torch.where(sure, torch.ones_like(wrong), wrong) ** gamma * nll)
     if alpha is not None:
         rows = rows * (_alpha(alpha, logits)[index] if isinstance(alpha, Tensor) and alpha.dim() else alpha)
-    return _mean_of_kept(rows, kept, reduction).to(output_dtype(input))
+    return _mean_of_kept(rows, kept, reduction).to(loss_dtype(input))
 
 
 def mse_loss(
@@ -159,7 +135,7 @@ def mse_loss(
     tensor(0.5000)
     """
     gap, kept = _error(input, target, on, ignore_index)
-    return _mean_of_kept(gap.square().sum(-1), kept, reduction).to(output_dtype(input))
+    return _mean_of_kept(gap.square().sum(-1), kept, reduction).to(loss_dtype(input))
 
 
 def mae_loss(
@@ -176,7 +152,7 @@ def mae_loss(
     tensor(1.5000)
     """
     gap, kept = _error(input, target, on, ignore_index)
-    return _mean_of_kept(gap.abs().sum(-1), kept, reduction).to(output_dtype(input))
+    return _mean_of_kept(gap.abs().sum(-1), kept, reduction).to(loss_dtype(input))
 
 
 def _error(input: Tensor, target: Tensor, on: str, ignore_index: int) -> tuple[Tensor, Tensor | None]:
@@ -216,17 +192,14 @@ def _index(target: Tensor, shape: torch.Size, n_class: int, ignore_index: int) -
     if not isinstance(target, Tensor) or target.is_floating_point():
         raise DtypeError("target must hold class indices; use target.long().")
     _checks.check_index_dtype("target", target)
+    _checks.check_whole("ignore_index", ignore_index)
     if target.shape != shape:
         raise ShapeError(f"class indices must have shape {tuple(shape)}; got {_checks.shape_text(target)}.")
-    kept = target != ignore_index
-    safe = torch.where(kept, target, torch.zeros_like(target)).long()
-    if _checks.has_values(safe) and safe.numel():
-        low, high = (int(x) for x in safe.aminmax())
-        if low < 0 or high >= n_class:
-            raise TargetError(
-                f"target must name a class, 0 <= target < {n_class}, or be ignore_index = {ignore_index}; "
-                f"got values from {low} to {high}."
-            )
+    index = target.long()  # before the comparison: -100 is 156 among uint8
+    kept = index != ignore_index
+    safe = torch.where(kept, index, torch.zeros_like(index))
+    if n_class or (_checks.has_values(kept) and bool(kept.any())):
+        _checks.check_classes(safe, n_class, ignore_index)
     return safe, kept
 
 
@@ -243,10 +216,3 @@ def _fit(name: str, given: Tensor, shape: torch.Size) -> Tensor:
         return given.expand(shape)
     except RuntimeError:
         raise ShapeError(f"{name} must broadcast to the rows {tuple(shape)}; got {tuple(given.shape)}.") from None
-
-
-def _blank(stats: LossStats, kept: Tensor) -> LossStats:
-    """Ignored rows as empty ones."""
-    blank = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1}
-    fields = zip(LossStats._fields, stats, strict=True)
-    return LossStats(*(torch.where(kept, x, torch.full_like(x, blank.get(name, 0))) for name, x in fields))

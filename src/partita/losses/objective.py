@@ -25,7 +25,7 @@ from partita.engine import State
 from partita.errors import ShapeError, ValueRangeError
 from partita.rows import reduce_rows
 
-__all__ = ["Options", "Terms"]
+__all__ = ["Options", "Terms", "likeliest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +44,7 @@ class Options:
         _checks.check_reduction(self.reduction)
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueRangeError(f"label_smoothing must lie in [0, 1]; got {self.label_smoothing!r}.")
+        _checks.check_whole("ignore_index", self.ignore_index)
         _checks.check_positive("z_loss", self.z_loss, zero=True)
         if not math.isfinite(self.entropy_weight):
             raise ValueRangeError(f"entropy_weight must be finite; got {self.entropy_weight!r}.")
@@ -68,8 +69,14 @@ class Options:
         y = probabilities.to(dtype)
         if self.label_smoothing:
             y = y * (1.0 - self.label_smoothing) + self.label_smoothing / self.n_class
-        weight = self.class_weight(dtype)
-        return y if weight is None else y * weight
+        by_class = self.class_weight(dtype)
+        return y if by_class is None else y * by_class
+
+
+def likeliest(probabilities: Tensor, dim: int) -> Tensor:
+    """The class of the largest probability, and 0, which names none, where there is no class."""
+    given = probabilities.detach()
+    return given.argmax(dim) if given.shape[dim] else given.sum(dim).long()
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +95,12 @@ class Terms:
         index: Tensor, options: Options, linear: Tensor | None, sample: Tensor | None, kept: Tensor | None, like: Tensor
     ) -> Terms:
         """Class indices; `linear` is sum_c weight_c s_c where there is smoothing."""
-        weight = options.class_weight(like.dtype)
-        own = torch.ones_like(like) if weight is None else weight[index]
+        by_class = options.class_weight(like.dtype)
+        own = torch.ones_like(like) if by_class is None else by_class[index]
         smooth = options.label_smoothing
         if smooth == 0.0 or linear is None:
             return Terms(own, None, None, own, sample, kept)
-        total = float(options.n_class) if weight is None else weight.sum()
+        total = float(options.n_class) if by_class is None else by_class.sum()
         part = smooth / options.n_class
         return Terms((1.0 - smooth) * own, torch.ones_like(like) * (part * total), part * linear, own, sample, kept)
 

@@ -86,19 +86,19 @@ def read_slices(gibbs: Gibbs, own: Slice, *, rank: bool, statistics: bool) -> Su
     """The sums of every row over the classes of all ranks."""
     team = own.team
     if gibbs.key.shape[-2] == 0:
-        state = gibbs._pass(statistics=statistics).state
+        state = gibbs.reduce(statistics=statistics).state
         score, ranks = torch.zeros_like(state.mass), own.index
     else:
-        sums = gibbs._pass(target=own.index, rank=rank, statistics=statistics)
+        sums = gibbs.reduce(target=own.index, rank=rank, statistics=statistics)
         assert sums.target_score is not None
         state, score, ranks = sums.state, sums.target_score, own.index if sums.rank is None else sums.rank
     whole = merge_states(state, team, statistics)
     score = merge_scores(score, own.here, team)
     if not rank:
-        return Sums(whole, score, None)
+        return Sums.of(whole, score)
     if gibbs.key.shape[-2] and not bool(own.here.all()):
-        ranks = torch.where(own.here, ranks, count_above(gibbs._ready(), score.detach()))
-    return Sums(whole, score, team.all_reduce(ranks.clone()))
+        ranks = torch.where(own.here, ranks, count_above(gibbs.request(), score.detach()))
+    return Sums.of(whole, score, team.all_reduce(ranks.clone()))
 
 
 def terms_of_slices(head: Head, own: Slice, options: Options, softcap: float | None) -> Terms:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from partita.monitor.findings import CODES, Finding, Thresholds
-from partita.monitor.record import COLUMNS, SCHEMA, Record, RecordError, load_record
+from partita.monitor.loading import DamagedRecordError, RecordError, load_record
+from partita.monitor.record import COLUMNS, SCHEMA, Record
 from partita.monitor.sinks import json_lines, log_to, tensorboard
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "COLUMNS",
     "SCHEMA",
     "Coverage",
+    "DamagedRecordError",
     "Finding",
     "Record",
     "RecordError",

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from partita.engine import Stats, native_tally
-from partita.engine.native_tally import BANDS, BINS
+from partita.engine import Stats
+from partita.engine.backends.native import statistics as native_tally
+from partita.engine.backends.native.statistics import BANDS, BINS
 from partita.monitor import ranges
 from partita.monitor.record import BAND_COLUMNS, COLUMNS, Block
 

@@ -6,8 +6,9 @@ itself, and entropy is not importance: a collapsed head may be a useful one (pre
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -29,25 +30,29 @@ CODES = (
     "SCALE_AT_CAP",
     "COVERAGE",
 )
+HABITS = ("LENGTH_DILUTION", "SINK_HEAD")  # of a model as a whole: no head is marked for them
+Where = tuple[int, int]  # layer, head
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """When a number becomes a finding."""
+    """When a number becomes a finding. The study `finding_quality` measures what each of them lets through and what it
+    misses, on healthy runs and on runs with planted defects: docs/findings.md."""
 
-    collapsed: float = 0.05  # median over rows of H / log(visible) below this
-    uniform: float = 0.98  # mean of H / log(visible) above this
-    sink: float = 0.3  # mass on one key above this
+    collapsed: float = 0.01  # median over rows of H / log(visible) below this
+    uniform: float = 0.998  # mean of H / log(visible) above this
+    sink: float = 0.4  # mass on one key above this
     sink_share: float = 0.6  # share of heads that are sinks, above which it is a warning
     logit_warning: float = 50.0  # largest score: bfloat16 has steps of 0.25 there
     logit_error: float = 100.0
     growth_ratio: float = 2.0  # last quarter of the run over the first
     growth_level: float = 10.0  # growth below this score is of no interest
     untrained: float = 0.9  # H / log(visible) above which a head has not begun to select
-    entropy_drop: float = 0.3  # fall of H / log(visible) between neighbouring windows
+    entropy_drop: float = 0.4  # fall of H / log(visible) between neighbouring windows
     dilution_slope: float = 0.8  # d log(width) / d log(visible), 1 for an average over all keys
     dilution_span: float = 2.0  # lengths must differ by this factor
     duplicate: float = 0.99  # correlation of two heads' attention
+    parked: float = 0.5  # mass on one key above which two heads look alike because of it
     norm_tolerance: float = 0.05  # | |x| - 1 | of contrastive vectors
     negatives: float = 0.05  # effective negatives over negatives, below this
     negatives_least: int = 16  # and only with this many candidates
@@ -78,45 +83,92 @@ class Finding:
 
     def __str__(self) -> str:
         limit = f" [{self.threshold}]" if self.threshold else ""
-        return f"{self.severity:7} {self.code} {self.where}: {self.evidence}{limit}. {self.meaning} Try: {self.action}"
+        remedy = f" Try: {self.action}" if self.action else ""
+        return f"{self.severity:7} {self.code} {self.where}: {self.evidence}{limit}. {self.meaning}{remedy}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class Findings(list[Finding]):
+    """A list of findings that shows itself as a short table, in text and in notebooks."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no findings"
+        rows = [(f.severity, f.code, f.where[:40], f.evidence[:100]) for f in self[:20]]
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [" ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=False)) + " " + row[3] for row in rows]
+        return "\n".join([*lines, *([f"... and {len(self) - 20} more"] if len(self) > 20 else [])])
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<p>no findings</p>"
+        head = "".join(
+            f"<th style='text-align:left'>{name}</th>" for name in ("severity", "finding", "where", "evidence")
+        )
+        body = "".join(
+            "<tr>"
+            + "".join(f"<td style='text-align:left'>{html.escape(t)}</td>" for t in (f.severity, f.code, f.where[:60]))
+            + f"<td style='text-align:left'>{html.escape(f.evidence[:200])}<br><small>{html.escape(f.meaning)}"
+            + (f" Try: {html.escape(f.action)}" if f.action else "")
+            + "</small></td></tr>"
+            for f in self[:50]
+        )
+        more = f"<p>and {len(self) - 50} more</p>" if len(self) > 50 else ""
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def verdicts(findings: Iterable[Finding]) -> dict[Where, list[Finding]]:
+    """Head -> what says that it needs a look, worst first. Every page, mark and sentence takes its verdict from here:
+    a head that is not in it is healthy."""
+    found: dict[Where, list[Finding]] = {}
+    for finding in findings:
+        if finding.severity != "info" and finding.code not in HABITS:
+            for where in finding.heads:
+                found.setdefault(where, []).append(finding)
+    return found
 
 
 class Series:
     """Columns over steps for each (layer, head), read from the blocks once."""
 
     def __init__(self, record: Record) -> None:
-        self.heads: dict[tuple[int, int], list[dict[str, float]]] = {}
+        self.frozen = record.frozen
+        self.window = "median over the inputs" if self.frozen else "median over the last quarter of the run"
+        self.heads: dict[Where, list[dict[str, float]]] = {}
         for block in sorted(record.blocks, key=lambda b: b.step):
             for head in range(block.heads):
                 self.heads.setdefault((block.layer, head), []).append(block.row(head))
 
-    def column(self, where: tuple[int, int], name: str, weight: str = "rows") -> list[float]:
+    def late(self, where: Where, name: str, weight: str = "rows") -> float:
+        """The number a head is judged and shown by: the state a run ended in, or a frozen model's typical input."""
+        values = self.column(where, name, weight)
+        return median(values if self.frozen else last(values))
+
+    def column(self, where: Where, name: str, weight: str = "rows") -> list[float]:
         return [r[name] for r in self.heads[where] if math.isfinite(r[name]) and r[weight] > 0]
 
-    def by_layer(
-        self, test: Callable[[tuple[int, int]], Any]
-    ) -> Iterator[tuple[int, list[tuple[tuple[int, int], Any]]]]:
+    def by_layer(self, test: Callable[[Where], Any]) -> Iterator[tuple[int, list[tuple[Where, Any]]]]:
         """(layer, [(head, what the test returned)]) for the layers where the test holds for some head."""
-        hits: dict[int, list[tuple[tuple[int, int], Any]]] = {}
+        hits: dict[int, list[tuple[Where, Any]]] = {}
         for where in sorted(self.heads):
             if (result := test(where)) is not None:
                 hits.setdefault(where[0], []).append((where, result))
         yield from hits.items()
 
 
-def find(record: Record, thresholds: Thresholds | dict[str, float] | None = None) -> list[Finding]:
-    """All findings, worst first."""
-    from partita.monitor import rules
+def find(record: Record, thresholds: Thresholds | dict[str, float] | None = None) -> Findings:
+    """All findings, worst first. What is information only comes without a remedy: there is nothing to cure."""
+    from partita.monitor import output_rules, rules
 
     limits = thresholds if isinstance(thresholds, Thresholds) else Thresholds().with_(**(thresholds or {}))
     series = Series(record)
     found: list[Finding] = []
-    for rule in rules.RULES:
+    for rule in (*rules.RULES, *output_rules.RULES):
         found.extend(rule(record, series, limits))
-    return sorted(found, key=lambda f: (-SEVERITIES.index(f.severity), CODES.index(f.code)))
+    found = [replace(f, action="") if f.severity == "info" else f for f in found]
+    return Findings(sorted(found, key=lambda f: (-SEVERITIES.index(f.severity), CODES.index(f.code))))
 
 
 def at_or_above(findings: list[Finding], level: str) -> list[Finding]:

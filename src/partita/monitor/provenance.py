@@ -34,7 +34,16 @@ def provenance(model: torch.nn.Module | None, options: dict[str, Any]) -> dict[s
         implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
         if implementation:
             about["attention"] = str(implementation)
+        if (longest := positions(model)) is not None:
+            about["positions"] = longest
     return about
+
+
+def positions(model: torch.nn.Module) -> int | None:
+    """The longest input the model says it takes."""
+    config = getattr(model, "config", None)
+    found = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    return next((int(n) for n in found if isinstance(n, int) and n > 0), None)
 
 
 def _version(name: str) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from partita.monitor.findings import Finding, Thresholds
+from partita.monitor.loading import load_record
 from partita.monitor.merge import merge_records
-from partita.monitor.record import Record, load_record
+from partita.monitor.record import Record
 
 
 class Reading:
@@ -40,6 +41,13 @@ class Reading:
     def findings(self, thresholds: Thresholds | dict[str, float] | None = None) -> list[Finding]:
         """What is worth a look, worst first."""
         return self.finished().findings(thresholds if thresholds is not None else self.thresholds)
+
+    def plot(self, kind: str = "entropy") -> Any:
+        """A figure that notebooks show: "entropy", "scores" or "width". `.save(path)` writes it as SVG."""
+        return self.finished().plot(kind)
+
+    def __str__(self) -> str:
+        return self.finished().summary(self.thresholds)
 
     def save(self, path: str | Path) -> Path:
         """Write the record as JSON lines; `partita.load_record` reads it."""

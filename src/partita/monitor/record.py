@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from partita.monitor.files import replace_file
 from partita.monitor.table import Table
 
 SCHEMA = "partita.record/1"
@@ -22,9 +23,9 @@ SCHEMA = "partita.record/1"
 COLUMNS: dict[str, str] = {
     "entropy": "nats, mean over rows of H",
     "normalized_entropy": "mean over rows of H / log(visible)",
-    "entropy_p05": "5 % quantile over rows of H / log(visible), read from a histogram of 256 bins",
-    "entropy_p50": "median over rows of H / log(visible), read from a histogram of 256 bins",
-    "entropy_p95": "95 % quantile over rows of H / log(visible), read from a histogram of 256 bins",
+    "normalized_entropy_p05": "5 % quantile over rows of H / log(visible), read from a histogram of 256 bins",
+    "normalized_entropy_p50": "median over rows of H / log(visible), read from a histogram of 256 bins",
+    "normalized_entropy_p95": "95 % quantile over rows of H / log(visible), read from a histogram of 256 bins",
     "effective_width": "keys, mean over rows of exp(H)",
     "max_score": "largest score of any row",
     "log_partition": "nats, mean over rows of log Z",
@@ -43,6 +44,11 @@ COLUMNS: dict[str, str] = {
 }
 BAND_COLUMNS = ("rows", "visible", "width", "normalized_entropy", "sink_first")
 INTEGERS = {"sink_key", "length", "rows", "single", "nonfinite", "twin"}
+# the numbers a row of a loss may have; a row has `step` and `name` besides, and perhaps `type` and `bins`
+LOSS_COLUMNS = (
+    *("loss", "entropy", "confidence", "accuracy", "rows", "classes", "candidates", "effective_negatives"),
+    *("bound", "cap", "scale", "alignment", "uniformity", "norm_query", "norm_key"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Block:
 _INDEX = {name: i for i, name in enumerate(COLUMNS)}
 
 
-@dataclass
+@dataclass(repr=False)
 class Record:
     """Everything one run of `watch` measured."""
 
@@ -125,13 +131,22 @@ class Record:
 
     def save(self, path: str | Path) -> Path:
         """Write JSON lines; the first line is the header with schema, columns and provenance."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in self.lines())
-        partial.replace(path)  # a reader never sees half a file
-        return path
+        return replace_file(path, (text_of(line) for line in self.lines()))
+
+    def __repr__(self) -> str:
+        heads, steps = sum(s.heads for s in self.sites), len(self.steps())
+        name = str(self.provenance.get("title") or self.provenance.get("model") or "a model")
+        counts = f"{len(self.sites)} layers, {heads} heads, {steps} {self.unit}{'s' * (steps != 1)}"
+        return f"<record of {name[:60]!r}: {counts}, {len({r['name'] for r in self.losses})} losses>"
+
+    @property
+    def frozen(self) -> bool:
+        """Nothing was trained while it was watched: what was recorded are inputs, not steps of learning."""
+        return bool(self.blocks) and not any(b.training for b in self.blocks)
+
+    @property
+    def unit(self) -> str:
+        return "input" if self.frozen else "step"
 
     def lines(self) -> Iterator[dict[str, Any]]:
         yield header(self.provenance)
@@ -148,19 +163,34 @@ class Record:
         """Write the self-contained HTML report; with `other`, a comparison of the two runs."""
         return render_page().write(self, path, other=other, **options)  # type: ignore[no-any-return]
 
+    def plot(self, kind: str = "entropy") -> Any:
+        """A figure: "entropy" (H / log n over the run), "scores" (the largest score), "width" (against length)."""
+        return render_page("plots").plot(self, kind)
+
+    def summary(self, thresholds: Any = None) -> str:
+        """What a person would say about the run, and what was not seen."""
+        found = self.findings(thresholds)
+        said = [str(render_page("verdict").sentence(self, found)), str(self.coverage.get("text") or "")]
+        return "\n".join([text for text in said if text] + ([repr(found)] if found else []))
+
     def _repr_html_(self) -> str:
         return str(render_page().notebook(self))
 
 
-def render_page() -> Any:
+def render_page(part: str = "") -> Any:
     """The page module. It lives in the layer above (`lab`), so it is looked up by name when a page is asked for."""
     import importlib
 
-    return importlib.import_module("partita.lab.report")
+    return importlib.import_module("partita.lab.report" + (f".{part}" if part else ""))
 
 
 def frame_columns() -> list[str]:
     return ["step", "layer", "head", *COLUMNS, "name", "training"]
+
+
+def text_of(line: dict[str, Any]) -> str:
+    """A line of the file."""
+    return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def header(provenance: dict[str, Any]) -> dict[str, Any]:
@@ -208,71 +238,3 @@ def clean(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [clean(v) for v in value]
     return str(value)
-
-
-class RecordError(ValueError):
-    """The file is not a record this version can read."""
-
-
-def load_record(path: str | Path) -> Record:
-    """Read a file written by `save` or by the JSON-lines sink; a line cut short by an interruption is dropped."""
-    record = Record()
-    columns: list[str] = []
-    band_columns: list[str] = []
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, text in enumerate(lines, start=1):
-            if not text.strip():
-                continue
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                if number > 1 and not text.endswith("\n"):
-                    break
-                raise RecordError(
-                    f"{path}, line {number}: not JSON. A record is a file written by watch(...).save."
-                ) from None
-            kind = line.pop("kind", None) if isinstance(line, dict) else None
-            if number == 1:
-                if kind != "header" or line.get("schema") != SCHEMA:
-                    given = line.get("schema") if isinstance(line, dict) else None
-                    raise RecordError(
-                        f"{path}: expected schema {SCHEMA!r}, got {given!r}. Write it again with this version's "
-                        f"watch(...).save."
-                    )
-                record.provenance = line["provenance"]
-                columns, band_columns = line["columns"], line["band_columns"]
-            else:
-                _take(record, kind, line, columns, band_columns)
-    if not columns:
-        raise RecordError(f"{path} is empty: a record starts with a header line.")
-    return record
-
-
-def _take(record: Record, kind: str | None, line: dict[str, Any], columns: list[str], band_columns: list[str]) -> None:
-    if kind == "site":
-        record.sites.append(Site(line["name"], line["type"], line["heads"]))
-    elif kind == "attention":
-        bands = {int(k): _join(v, band_columns, BAND_COLUMNS) for k, v in line["bands"].items()}
-        record.blocks.append(
-            Block(line["step"], line["layer"], line["training"], _join(line["values"], columns, COLUMNS), bands)
-        )
-    elif kind == "loss":
-        record.losses.append(line)
-    elif kind == "curve":
-        record.curves.append(line)
-    elif kind == "map":
-        record.maps.append(line)
-    elif kind == "study":
-        record.studies.append(line)
-    elif kind == "summary":
-        record.coverage, record.overhead = line["coverage"], line["overhead"]
-    # other kinds come from a newer writer of the same schema: they add, they do not change
-
-
-def _join(rows: list[list[float | None]], given: list[str], wanted: Iterable[str]) -> array[float]:
-    """Rows as stored -> flat array in this version's column order, NaN where a column is missing."""
-    order = [given.index(name) if name in given else -1 for name in wanted]
-    flat = array("d")
-    for row in rows:
-        flat.extend(math.nan if i < 0 or row[i] is None else float(row[i]) for i in order)  # type: ignore[arg-type]
-    return flat

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
-from partita.monitor.findings import Finding, Series, Thresholds, last, median, slope
+from partita.monitor.findings import Finding, Series, Thresholds, Where, median, slope
 from partita.monitor.record import Record
 
-Where = tuple[int, int]
 Rule = Callable[[Record, Series, Thresholds], Iterator[Finding]]
 Hits = list[tuple[Where, Any]]
 
@@ -44,29 +43,34 @@ def _worst(hits: Hits, *, largest: bool) -> tuple[Where, float]:
 
 def collapsed(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
     def test(where: Where) -> float | None:
-        value = median(last(series.column(where, "entropy_p50")))
+        value = series.late(where, "normalized_entropy_p50")
         return value if value < limits.collapsed else None
 
     for layer, hits in series.by_layer(test):
         where, value = _worst(hits, largest=False)
-        width = median(last(series.column(where, "effective_width")))
+        mean, width = (series.late(where, name) for name in ("normalized_entropy", "effective_width"))
         yield Finding(
             "warning",
             "HEAD_COLLAPSED",
             _place(layer, hits),
-            f"median H/log(visible) is {value:.3f} in head {where[1]}, about {width:.2f} keys per row",
-            "Most rows put all mass on one key, so little gradient reaches the scores.",
-            "a smaller scale or a normalised query and key; check the learning rate of the query and key projections.",
+            f"half of the rows of head {where[1]} have H / log n below {value:.3f} (mean over rows {mean:.3f}, mean "
+            f"width {width:.2f} keys; {series.window})",
+            "Most rows put all their mass on one key."
+            if series.frozen
+            else "Most rows put all their mass on one key, so little gradient reaches the scores.",
+            "a smaller scale, if this head should weigh several keys."
+            if series.frozen
+            else "a smaller scale or a normalised query and key; check the learning rate of their projections.",
             "medium",
             f"collapsed < {limits.collapsed:g}",
             _heads(hits),
-            _picture(series, where, "entropy_p50"),
+            _picture(series, where, "normalized_entropy_p50"),
         )
 
 
 def uniform(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
     def test(where: Where) -> float | None:
-        value = median(last(series.column(where, "normalized_entropy")))
+        value = series.late(where, "normalized_entropy")
         return value if value > limits.uniform else None
 
     for layer, hits in series.by_layer(test):
@@ -75,9 +79,9 @@ def uniform(record: Record, series: Series, limits: Thresholds) -> Iterator[Find
             "warning",
             "HEAD_UNIFORM",
             _place(layer, hits),
-            f"mean H/log(visible) is {value:.4f} in head {where[1]}",
+            f"mean over rows of H / log n is {value:.4f} in head {where[1]} ({series.window})",
             "The head averages all keys: it selects nothing (normal at initialisation, a waste after training).",
-            "a larger scale, a length-aware scale policy, or removing the head.",
+            "a larger scale, or removing the head." if series.frozen else "more steps, a larger scale, or removing it.",
             "medium",
             f"uniform > {limits.uniform:g}",
             _heads(hits),
@@ -87,11 +91,10 @@ def uniform(record: Record, series: Series, limits: Thresholds) -> Iterator[Find
 
 def sinks(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
     def test(where: Where) -> tuple[float, float] | None:
-        first = median(last(series.column(where, "sink_first")))
-        top = median(last(series.column(where, "sink_top")))
-        length = median(last(series.column(where, "visible")))
+        first, top = series.late(where, "sink_first"), series.late(where, "sink_top")
+        length = series.late(where, "visible")
         # one of very few keys gets much mass without being a sink
-        return (max(first, top), first) if max(first, top) > max(limits.sink, 2.0 / max(length, 1.0)) else None
+        return (max(first, top), first) if max(first, top) > max(limits.sink, 4.0 / max(length, 1.0)) else None
 
     layers = list(series.by_layer(test))
     share = sum(len(hits) for _, hits in layers) / max(1, len(series.heads))
@@ -102,18 +105,18 @@ def sinks(record: Record, series: Series, limits: Thresholds) -> Iterator[Findin
     for hits in groups:
         where, (value, first) = max(hits, key=lambda h: h[1][0])
         place = f"{len(hits)} of {len(series.heads)} heads" if common else _place(where[0], hits)
-        key = "key 0" if first >= value - 1e-9 else f"key {int(median(last(series.column(where, 'sink_key'))))}"
+        key = "key 0" if first >= value - 1e-9 else f"key {int(series.late(where, 'sink_key'))}"
         yield Finding(
             "warning" if common else "info",
             "SINK_HEAD",
             place,
-            f"{value:.0%} of the mass lies on {key} in layer {where[0]} head {where[1]}; "
+            f"{value:.0%} of the mass of layer {where[0]} head {where[1]} lies on {key} ({series.window}); "
             f"{share:.0%} of all heads are sinks",
             "Heads park attention they do not need on one key. Common and often harmless; it matters for "
             "quantising, cutting the cache, and maps.",
             "keep that key when cutting a cache; an explicit sink (attention(sink=...)) frees the first token.",
             "high",
-            f"sink > {limits.sink:g}",
+            f"sink > {limits.sink:g}, of more than {limits.sink_share:.0%} of the heads",
             _heads(hits),
             _picture(series, where, "sink_first" if key == "key 0" else "sink_top"),
         )
@@ -124,52 +127,62 @@ def growth(record: Record, series: Series, limits: Thresholds) -> Iterator[Findi
         values = series.column(where, "max_score", weight="length")
         if not values:
             return None
-        level = median(last(values))
+        level = series.late(where, "max_score", weight="length")
         quarter = max(1, len(values) // 4)
         parts = [median(values[i * quarter : (i + 1) * quarter]) for i in range(4)] if len(values) >= 4 else [level]
         start = max(abs(parts[0]), 1e-6)
-        grows = len(parts) == 4 and _same_length(series, where) and all(a < b for a, b in pairwise(parts))
-        ratio = level / start if grows else 1.0
+        # inputs of a frozen model have an order, and no history
+        grows = len(parts) == 4 and not series.frozen and _same_length(series, where)
+        ratio = level / start if grows and all(a < b for a, b in pairwise(parts)) else 1.0
         if level >= limits.logit_warning or (ratio >= limits.growth_ratio and level >= limits.growth_level):
             return level, ratio
         return None
 
-    for layer, hits in series.by_layer(test):
-        where, (level, ratio) = max(hits, key=lambda h: h[1][0])
-        grown = f", {ratio:.1f} times the first quarter of the run" if ratio > 1 else ""
-        # a model that learns from scratch grows its scores too: far below the level that hurts, that is news, no fault
-        far = level < limits.logit_warning / 2
-        yield Finding(
-            "error" if level >= limits.logit_error else "info" if far else "warning",
-            "LOGIT_GROWTH",
-            _place(layer, hits),
-            f"largest score {level:.1f} in head {where[1]}{grown}",
-            "Scores grow; that is how a head learns to select, and harmless while it stops."
-            if far
-            else "Scores of this size lose digits in half precision and freeze the softmax.",
-            "normalise query and key, cap the scores (softcap), or lower the learning rate of their projections.",
-            "medium",
-            f"level {limits.logit_warning:g}/{limits.logit_error:g}, growth x{limits.growth_ratio:g} above "
-            f"{limits.growth_level:g}",
-            _heads(hits),
-            _picture(series, where, "max_score"),
-        )
+    layers = list(series.by_layer(test))
+    for layer, found in layers:  # above the line of the chart
+        if hits := [hit for hit in found if hit[1][0] >= limits.logit_warning]:
+            yield _growth(series, limits, _place(layer, hits), hits)
+    # a model that learns from scratch grows its scores too: below the level that hurts, that is news, no fault
+    below = [hit for _, found in layers for hit in found if hit[1][0] < limits.logit_warning]
+    if below:
+        yield _growth(series, limits, f"{len(below)} of {len(series.heads)} heads", below)
+
+
+def _growth(series: Series, limits: Thresholds, place: str, hits: Hits) -> Finding:
+    where, (level, ratio) = max(hits, key=lambda h: h[1][0])
+    grown = f", {ratio:.1f} times the first quarter of the run" if ratio > 1 else ""
+    below = level < limits.logit_warning
+    return Finding(
+        "error" if level >= limits.logit_error else "info" if below else "warning",
+        "LOGIT_GROWTH",
+        place,
+        f"largest score {level:.1f} in layer {where[0]} head {where[1]} ({series.window}){grown}",
+        f"Scores grow; that is how a head learns to select, and harmless while it stops below {limits.logit_warning:g}."
+        if below
+        else "Scores of this size lose digits in half precision and freeze the softmax.",
+        "keep the scores in float32, or cap them (softcap)."
+        if series.frozen
+        else "normalise query and key, cap the scores (softcap), or lower the learning rate of their projections.",
+        "medium",
+        f"level {limits.logit_warning:g}/{limits.logit_error:g}, growth x{limits.growth_ratio:g} above "
+        f"{limits.growth_level:g}",
+        _heads(hits),
+        _picture(series, where, "max_score"),
+    )
 
 
 def drop(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
     def test(where: Where) -> tuple[float, float, float, bool] | None:
-        values = series.column(where, "normalized_entropy")
-        window = max(2, min(8, len(values) // 4))
-        if len(values) < 2 * window or not _same_length(series, where):
+        found = largest_fall(series, where)
+        if found is None:
             return None
-        falls = [
-            (median(values[t - window : t]), median(values[t : t + window]), t)
-            for t in range(window, len(values) - window + 1)
-        ]
-        before, after, when = max(falls, key=lambda f: f[0] - f[1])
-        now = median(last(values))
+        values = series.column(where, "normalized_entropy")
+        before, after, when, window = found
+        now = series.late(where, "normalized_entropy")
+        calm = _loss_went_on_falling(record, when, window, len(values))
         # heads that start by averaging all keys learn to select early in a run
-        learned = values[0] > limits.untrained and 3 * when <= len(values) and now > limits.collapsed
+        early = values[0] > limits.untrained and 3 * when <= len(values)
+        learned = (early or calm) and series.late(where, "normalized_entropy_p50") > limits.collapsed
         # a fall that healed is history, and a slow decline is learning
         return (
             (before - after, before, now, learned)
@@ -177,16 +190,19 @@ def drop(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding
             else None
         )
 
-    for layer, hits in series.by_layer(test):
+    layers = [] if series.frozen else list(series.by_layer(test))  # inputs have no history
+    for layer, found, harmless in ((n, found, kind) for n, found in layers for kind in (False, True)):
+        hits = [hit for hit in found if hit[1][3] == harmless]
+        if not hits:
+            continue
         where, (_, before, now, _) = max(hits, key=lambda h: h[1][0])
-        first = all(learned for _, (_, _, _, learned) in hits)
         yield Finding(
-            "info" if first else "warning",
+            "info" if harmless else "warning",
             "ENTROPY_DROP",
             _place(layer, hits),
-            f"H/log(visible) fell from {before:.2f} to {now:.2f} within a few steps in head {where[1]}",
-            "A head that averaged all keys has begun to select: learning, unless the loss rises there."
-            if first
+            f"mean H / log n fell from {before:.2f} to {now:.2f} within a few steps in head {where[1]}",
+            "The head has begun to select, and the loss did not rise with it: learning."
+            if harmless
             else "A sudden fall often comes before a spike of the loss.",
             "compare with the loss at that step; lower the learning rate, clip gradients, or add warm-up.",
             "low",
@@ -196,38 +212,83 @@ def drop(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding
         )
 
 
+def largest_fall(series: Series, where: Where) -> tuple[float, float, int, int] | None:
+    """H / log n before and after its largest fall between neighbouring windows, when it was, and how long they are."""
+    values = series.column(where, "normalized_entropy")
+    window = max(2, min(8, len(values) // 4))
+    if len(values) < 2 * window or not _same_length(series, where):
+        return None
+    falls = [
+        (median(values[t - window : t]), median(values[t : t + window]), t, window)
+        for t in range(window, len(values) - window + 1)
+    ]
+    return max(falls, key=lambda f: f[0] - f[1])
+
+
+def _loss_went_on_falling(record: Record, when: int, window: int, steps: int) -> bool:
+    """Whether the losses of the run, where it has them at every step, are no higher after the fall than before."""
+    for name in dict.fromkeys(r["name"] for r in record.losses):
+        rows = [r for r in record.losses if r["name"] == name]
+        values = [float(r["loss"]) for r in rows if r.get("loss") is not None and math.isfinite(float(r["loss"]))]
+        if len(values) == steps:
+            return max(median(values[when : when + window]), median(values[-window:])) <= median(
+                values[when - window : when]
+            )
+    return False
+
+
+def trained_length(record: Record) -> int | None:
+    """The longest input the model was trained at: as it was told, as it was seen, or as many as it has positions."""
+    told = record.provenance.get("training_length")
+    if isinstance(told, (int, float)) and told > 0:
+        return int(told)
+    seen = [v for b in record.blocks if b.training for v in b.column("length") if math.isfinite(v)]
+    has = record.provenance.get("positions")
+    return int(max(seen)) if seen else int(has) if isinstance(has, (int, float)) and has > 0 else None
+
+
+def width_law(series: Series, where: Where, limits: Thresholds) -> tuple[float, float, float, float] | None:
+    """d log(width) / d log(visible keys) over inputs of several lengths, the growth of the width, and the lengths."""
+    by_length: dict[int, list[dict[str, float]]] = {}
+    for row in series.heads[where]:
+        if row["rows"] > 0 and row["effective_width"] > 0 and row["length"] > 0:
+            by_length.setdefault(int(row["length"]), []).append(row)
+    lengths = sorted(by_length)
+    if len(lengths) < 2 or lengths[-1] / lengths[0] < limits.dilution_span:
+        return None
+    kept = lengths[:: max(1, len(lengths) // 48)]  # pairwise slopes: a few dozen lengths are enough
+    width = [median([r["effective_width"] for r in by_length[n]]) for n in kept]
+    visible = [median([r["visible"] for r in by_length[n]]) for n in kept]
+    if median([r["normalized_entropy"] for r in by_length[lengths[0]]]) > limits.uniform:
+        return None  # an average over all keys at any length: that is HEAD_UNIFORM
+    value = slope([math.log(v) for v in visible], [math.log(w) for w in width])
+    return value, width[-1] / width[0], lengths[0], lengths[-1]
+
+
 def dilution(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
     def test(where: Where) -> tuple[float, float, float, float] | None:
-        by_length: dict[int, list[dict[str, float]]] = {}
-        for row in series.heads[where]:
-            if row["rows"] > 0 and row["effective_width"] > 0:
-                by_length.setdefault(int(row["length"]), []).append(row)
-        lengths = sorted(by_length)
-        if len(lengths) < 2 or lengths[-1] / lengths[0] < limits.dilution_span:
-            return None
-        kept = lengths[:: max(1, len(lengths) // 48)]  # pairwise slopes: a few dozen lengths are enough
-        width = [median([r["effective_width"] for r in by_length[n]]) for n in kept]
-        visible = [median([r["visible"] for r in by_length[n]]) for n in kept]
-        if median([r["normalized_entropy"] for r in by_length[lengths[0]]]) > limits.uniform:
-            return None  # an average over all keys at any length: that is HEAD_UNIFORM
-        value = slope([math.log(v) for v in visible], [math.log(w) for w in width])
-        return (value, width[-1] / width[0], lengths[0], lengths[-1]) if value > limits.dilution_slope else None
+        found = width_law(series, where, limits)
+        return found if found is not None and found[0] > limits.dilution_slope else None
 
     layers = list(series.by_layer(test))
     hits = [hit for _, layer_hits in layers for hit in layer_hits]
     if not hits:
         return
-    share = len(hits) / len(series.heads)
+    share, trained = len(hits) / len(series.heads), trained_length(record)
     where, (value, ratio, short, long) = sorted(hits, key=lambda h: h[1][0])[len(hits) // 2]  # a typical one
+    beyond = trained is not None and long > trained
     yield Finding(
-        "warning" if share > 0.5 else "info",
+        "warning" if beyond and share > 0.5 else "info",
         "LENGTH_DILUTION",
         f"{len(hits)} of {len(series.heads)} heads in {len(layers)} layer{'s' if len(layers) > 1 else ''}",
         f"effective width grows {ratio:.1f} times between {short} and {long} keys (exponent {value:.2f} in layer "
-        f"{where[0]} head {where[1]})",
-        "At greater lengths the same head spreads over proportionally more keys: what it picked out at the "
-        "training length fades.",
-        "a length-aware scale policy (partita.scale.LogLength or SqrtLogLength) or solving for a target width.",
+        f"{where[0]} head {where[1]})" + (f"; trained at up to {trained}" if trained is not None else ""),
+        "Beyond the length it was trained at the model spreads over proportionally more keys: what it picked out there "
+        "may fade."
+        if beyond
+        else "Longer inputs are read with a wider attention. Within the lengths a model was trained at that is how it "
+        "learned to read them.",
+        _policy_advice(record),
         "high" if share > 0.5 else "medium",
         f"exponent > {limits.dilution_slope:g}",
         _heads(hits),
@@ -235,18 +296,45 @@ def dilution(record: Record, series: Series, limits: Thresholds) -> Iterator[Fin
     )
 
 
+def _policy_advice(record: Record) -> str:
+    """What this record's own study of scale policies shows at its greatest length; without one, to make one."""
+    rows = [r for r in record.studies if r.get("study") == "scale-policy"]
+    rows = [r for r in rows if all(isinstance(r.get(k), (int, float)) for k in ("loss", "length"))]
+    longest = max((float(r["length"]) for r in rows), default=0.0)
+    at: dict[str, list[float]] = {}
+    for row in rows:
+        if float(row["length"]) == longest:
+            at.setdefault(str(row.get("policy")), []).append(float(row["loss"]))
+    if len(at) < 2:
+        return (
+            "compare scale policies at that length on held-out text (LogLength, SqrtLogLength, a solved width): which "
+            "one helps depends on the model."
+        )
+    mean = {policy: sum(v) / len(v) for policy, v in at.items()}
+    best, worst = min(mean, key=lambda p: mean[p]), max(mean, key=lambda p: mean[p])
+    return (
+        f"of the scale policies studied here, {best} has the lowest loss at {longest:.0f} tokens ({mean[best]:.3f}, "
+        f"against {mean[worst]:.3f} under {worst})."
+    )
+
+
+def likeness(series: Series, where: Where, limits: Thresholds) -> float:
+    """Correlation with the most similar head; NaN where averaging or a sink makes heads alike without any choice."""
+    idle = series.late(where, "normalized_entropy") > limits.uniform
+    parked = series.late(where, "sink_top") > limits.parked
+    return math.nan if idle or parked else series.late(where, "twin_similarity")
+
+
 def duplicates(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
     def test(where: Where) -> float | None:
-        value = median(last(series.column(where, "twin_similarity")))
-        idle = median(last(series.column(where, "normalized_entropy"))) > limits.uniform
-        parked = median(last(series.column(where, "sink_top"))) > 0.9
-        return value if value > limits.duplicate and not idle and not parked else None
+        value = likeness(series, where, limits)
+        return value if value > limits.duplicate else None
 
     for layer, hits in series.by_layer(test):
         if len(hits) < 2:
             continue
         where, value = _worst(hits, largest=True)
-        twin = int(median(last(series.column(where, "twin"))))
+        twin = int(series.late(where, "twin"))
         yield Finding(
             "warning",
             "DUPLICATE_HEADS",
@@ -273,108 +361,14 @@ def nonfinite(record: Record, series: Series, limits: Thresholds) -> Iterator[Fi
             "NONFINITE",
             _place(layer, hits),
             f"{total} rows with NaN or infinite scores",
-            "Their output is NaN or undefined, and the gradients of the whole batch with it.",
-            "look at the inputs of this layer at the first bad step; half precision overflows above 65504.",
+            "Their output is NaN or undefined"
+            + ("." if series.frozen else ", and the gradients of the batch with it."),
+            f"look at what this layer is given at the first bad {record.unit}; half precision overflows above 65504.",
             "high",
             "any",
             _heads(hits),
             tuple(r["nonfinite"] for r in series.heads[hits[0][0]])[:48],
         )
-    for name in dict.fromkeys(r["name"] for r in record.losses):
-        bad = sum(int(r.get("nonfinite") or 0) for r in record.losses if r["name"] == name)
-        if bad:
-            yield Finding(
-                "error",
-                "NONFINITE",
-                f"loss {name}",
-                f"{bad} rows with NaN or infinite scores",
-                "The loss is NaN or infinite.",
-                "look at the logits of the first bad step.",
-                "high",
-                "any",
-            )
 
 
-def contrast(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    for name in dict.fromkeys(r["name"] for r in record.losses if r.get("type") == "contrastive"):
-        rows = [r for r in record.losses if r["name"] == name]
-
-        def column(key: str, rows: list[dict[str, Any]] = rows) -> list[float]:
-            return [float(r[key]) for r in rows if r.get(key) is not None and math.isfinite(float(r[key]))]
-
-        where = f"loss {name}"
-        norms = [median(last(column(k))) for k in ("norm_query", "norm_key") if column(k)]
-        off = [n for n in norms if abs(n - 1) > limits.norm_tolerance]
-        if off:
-            yield Finding(
-                "warning",
-                "NOT_NORMALISED",
-                where,
-                f"vectors have norm {', '.join(f'{n:.2f}' for n in norms)}",
-                "The scale then mixes with the norm: the temperature does not mean what it says.",
-                "normalise both sides, or pass normalize=True.",
-                "high",
-                f"| |x| - 1 | > {limits.norm_tolerance:g}",
-                (),
-                tuple(column("norm_query"))[-48:],
-            )
-        candidates, negatives = median(last(column("candidates"))), median(last(column("effective_negatives")))
-        if candidates >= limits.negatives_least and negatives < limits.negatives * (candidates - 1):
-            yield Finding(
-                "warning",
-                "EFFECTIVE_NEGATIVES_LOW",
-                where,
-                f"{negatives:.1f} of {candidates - 1:.0f} negatives carry the gradient",
-                "A few hard (or false) negatives decide every step; the rest of the batch is wasted.",
-                "a higher temperature, or a look at near-duplicates in the batch.",
-                "medium",
-                f"effective / negatives < {limits.negatives:g}",
-                (),
-                tuple(column("effective_negatives"))[-48:],
-            )
-        bound, cap = median(last(column("bound"))), median(last(column("cap")))
-        if cap > 0 and bound > limits.saturation * cap:
-            yield Finding(
-                "warning",
-                "MI_SATURATED",
-                where,
-                f"mutual-information bound {bound:.2f} of at most log N = {cap:.2f} nats",
-                "The bound cannot grow further with this many candidates: the loss no longer measures progress.",
-                "more candidates (larger batch, gathered across ranks) or harder ones.",
-                "high",
-                f"bound / log N > {limits.saturation:g}",
-                (),
-                tuple(column("bound"))[-48:],
-            )
-        scale = median(last(column("scale")))
-        if scale >= 0.99 * limits.scale_cap:
-            yield Finding(
-                "warning",
-                "SCALE_AT_CAP",
-                where,
-                f"scale {scale:.1f} at its cap {limits.scale_cap:g}",
-                "The learned scale wants to be sharper than it may; its gradient is cut off.",
-                "check for duplicates, then raise the cap or fix the scale.",
-                "medium",
-                f"scale >= 0.99 * {limits.scale_cap:g}",
-                (),
-                tuple(column("scale"))[-48:],
-            )
-
-
-def coverage(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    missed = record.coverage.get("missed") or []
-    if missed:
-        names = ", ".join(str(m["name"])[:60] for m in missed[:3]) + (" ..." if len(missed) > 3 else "")
-        yield Finding(
-            "info" if record.blocks else "warning",
-            "COVERAGE",
-            names,
-            str(record.coverage.get("text", ""))[:400],
-            "What was not seen is not judged.",
-            "w.observe(query, key, ...) inside that module, or F.scaled_dot_product_attention there.",
-            "high",
-        )
-
-
-RULES: tuple[Rule, ...] = (collapsed, uniform, sinks, growth, drop, dilution, duplicates, nonfinite, contrast, coverage)
+RULES: tuple[Rule, ...] = (collapsed, uniform, sinks, growth, drop, dilution, duplicates, nonfinite)

@@ -7,13 +7,13 @@ A sink that raises is reported once in the log, and the run goes on.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from partita.monitor.record import Block, Record, block_line, clean, header
+from partita.monitor.loading import check_header
+from partita.monitor.record import Block, Record, block_line, clean, header, text_of
 
 Sink = Callable[[Record, int, list[Block], list[dict[str, Any]]], None]
 SCALARS = ("normalized_entropy", "effective_width", "max_score", "log_partition", "sink_first", "sink_top", "nonfinite")
@@ -71,8 +71,17 @@ def tensorboard(writer: Any, *, heads: bool = False) -> Sink:
 
 
 def json_lines(path: str | Path) -> Sink:
-    """A file that grows with each step and that `load_record` reads, also after an interruption."""
+    """A file that grows with each step and that `load_record` reads, also after an interruption.
+
+    A record that is there already is continued, never overwritten: a resumed training adds to the first run's file.
+    A file that is no record is refused at once.
+    """
     path = Path(path)
+    if path.exists():
+        with path.open("rb") as there:
+            first = there.readline()
+        if first.strip():
+            check_header(path, first.decode("utf-8", "replace"))
     sites = 0
     fresh = True
 
@@ -86,8 +95,26 @@ def json_lines(path: str | Path) -> Sink:
         lines += [{"kind": "loss", **clean(row)} for row in losses]
         if fresh:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w" if fresh else "a", encoding="utf-8") as out:
-            out.writelines(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
+            _cut_unfinished(path)
+        with path.open("a", encoding="utf-8") as out:
+            out.writelines(text_of(line) for line in lines)
         sites, fresh = len(record.sites), False
 
     return sink
+
+
+def _cut_unfinished(path: Path) -> None:
+    """Cut off what an interruption left of the last line, so that the next one starts on its own."""
+    if not path.exists():
+        return
+    with path.open("r+b") as there:
+        end = there.seek(0, 2)
+        while end > 0:
+            start = max(0, end - 65536)
+            there.seek(start)
+            found = there.read(end - start).rfind(b"\n")
+            if found >= 0:
+                there.truncate(start + found + 1)
+                return
+            end = start
+        there.truncate(0)

@@ -5,6 +5,7 @@ head_r = attention(x W_Q^r, y W_K^r, z W_V^r)          out = concat(head_1 ... h
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class MultiheadAttention(nn.Module):
             weights = tuple(weight for weight in given if weight is not None)
         return weights, (None, None, None) if self.in_proj_bias is None else tuple(self.in_proj_bias.split(sizes))
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, heads, n, head_dim) each, with torch's extra key and value appended."""
         weights, biases = self.projections()
         q, k, v = (nn.functional.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
@@ -165,7 +166,7 @@ class MultiheadAttention(nn.Module):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         n_query, n_key, batch = query.shape[1], key.shape[1], query.shape[0]
-        q, k, v = self._project(query, key, value)
+        q, k, v = self.project(query, key, value)
         hidden, added = self._masks(attn_mask, key_padding_mask, batch, n_query, n_key, k.shape[2])
         if hidden is not None:
             seen = supports.mask(~hidden)
@@ -291,7 +292,7 @@ class EntropyInvariantAttention(MultiheadAttention):
         """
         if not (reference > 1 and sigma > 0):
             raise ValueRangeError(f"reference must be above 1 and sigma positive; got {reference!r} and {sigma!r}.")
-        self.kappa = self.head_dim / (sigma * torch.tensor(float(reference)).log().sqrt().item())
+        self.kappa = self.head_dim / (sigma * math.sqrt(math.log(reference)))
         self.scale = KappaLog(self.kappa)
         return self
 

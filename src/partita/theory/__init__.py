@@ -12,7 +12,7 @@
     errata        formulas in circulation that are wrong, next to the right ones, as numbers
 
 A function whose docstring says "streams" takes a `partita.Gibbs` (or query and key) and holds nothing of size
-n_query * n_key; the others work on the tensors they are given.
+n_query * n_key; the others work on the tensors they are given. "Spec: M-ENT-1" names a statement of docs/statements.md.
 """
 
 from __future__ import annotations

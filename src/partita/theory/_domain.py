@@ -14,7 +14,12 @@ def number(x: Number) -> Tensor:
     """A tensor of x: floating tensors as they are, everything else in float64 so that lengths up to 2^53 stay exact."""
     if isinstance(x, Tensor) and x.is_floating_point():
         return x
-    return torch.as_tensor(x, dtype=torch.float64)
+    return torch.as_tensor(x, dtype=torch.float64, device=x.device if isinstance(x, Tensor) else "cpu")
+
+
+def where(generator: torch.Generator | None) -> torch.device:
+    """Where random numbers are drawn: at the generator, else on the CPU, whatever the default device."""
+    return torch.device("cpu") if generator is None else generator.device
 
 
 def per_row(scale: Number, scores: Tensor) -> Tensor | float:

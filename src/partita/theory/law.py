@@ -131,6 +131,7 @@ def merge_laws(blocks: BlockLaw) -> BlockLaw:
         P = softmax_B(log Z_B),   log Z = logsumexp log Z_B,   o = sum P_B o_B,   H = H(P) + sum P_B H_B
 
     The result has one block. Blocks without keys (log Z = -inf) change nothing. Spec: M-GIB-9, M-ATT-14.
+    From Rabe and Staats (2021), Self-attention does not need O(n^2) memory.
 
     >>> one = BlockLaw(torch.zeros(2), torch.tensor([[0.0], [4.0]]), torch.zeros(2))  # two single keys, equal scores
     >>> [x.squeeze().item() for x in merge_laws(one)[:2]]  # log 2 and the mean value

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, number, require, where
 from partita.theory.law import gibbs_law
 
 __all__ = [
@@ -109,7 +109,7 @@ def gumbel_noise(*shape: int, generator: torch.Generator | None = None, dtype: t
     torch.Size([3])
     """
     tiny = torch.finfo(dtype).eps
-    u = torch.rand(*shape, generator=generator, dtype=dtype).clamp(tiny, 1 - tiny)
+    u = torch.rand(*shape, generator=generator, dtype=dtype, device=where(generator)).clamp(tiny, 1 - tiny)
     return -torch.log(-torch.log(u))
 
 
@@ -119,6 +119,8 @@ def gumbel_softmax(logits: Tensor, temperature: Number, noise: Tensor) -> Tensor
         y = softmax((logits + g) / temperature)
 
     One-hot as the temperature goes to 0, uniform as it grows. Spec: M-SPA-3.
+    From Jang, Gu and Poole (2017), Categorical reparameterization with Gumbel-softmax; Maddison, Mnih and Teh (2017),
+    The concrete distribution: a continuous relaxation of discrete random variables.
 
     >>> gumbel_softmax(torch.tensor([0.0, 0.0]), 1.0, torch.tensor([1.0986, 0.0]))  # odds 3
     tensor([0.7500, 0.2500])
@@ -134,6 +136,8 @@ def straight_through(soft: Tensor) -> Tensor:  # (..., n)
         one_hot(argmax y) + y - stop_gradient(y)
 
     Spec: M-SPA-2, M-SPA-3.
+    From Bengio, Leonard and Courville (2013), Estimating or propagating gradients through stochastic neurons for
+    conditional computation.
 
     >>> straight_through(torch.tensor([0.75, 0.25]))
     tensor([1., 0.])

@@ -167,6 +167,6 @@ def measured_sigma(model: Model, plan: Plan) -> float:
     seen, _ = draw(corpus(plan.text, plan.words)[1], plan.length, 8, plan.task, torch.Generator().manual_seed(2))
     squares = []
     for layer, x in zip(model.layers, model.inputs(seen), strict=True):
-        query, key, _ = layer.self_attn._project(x, x, x)  # type: ignore[operator,union-attr]
+        query, key, _ = layer.self_attn.project(x, x, x)  # type: ignore[operator,union-attr]
         squares.append(scale.measure_sigma(query, key) ** 2)
     return math.sqrt(sum(squares) / len(squares))

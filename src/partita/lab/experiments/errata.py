@@ -88,7 +88,7 @@ recomputes them ([studies](studies.md)), and this page is written by
 
     python -m partita.lab.experiments.errata docs/errata.md
 
-The statements (M-...) are those that the docstrings of `partita.theory` name.
+The statements (M-...) are those of [this list](statements.md).
 """
 
 

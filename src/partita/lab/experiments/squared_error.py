@@ -1,12 +1,13 @@
 """What does squared error on probabilities cost a classifier, against cross entropy, on real digits?
 
 Two starts: a fresh network, and one that is surely wrong (trained first on the labels moved by one). Each loss may
-choose its best learning rate, so that a smaller gradient alone is no handicap.
+choose its best learning rate, so that a smaller gradient alone is no handicap; it chooses on rows set aside for that,
+and is judged by others.
 
-Expected: at a fresh start the gradient by the logits is smaller, by about 2/10 for ten classes, and training ends as
-well as with cross entropy; from the surely wrong start the softmax's Jacobian takes nearly all of it, and cross
-entropy recovers while squared error does not, at any rate. Cross entropy is convex in the logits; squared error is
-not.
+That cross entropy is convex in the logits and squared error is not, that squared error keeps 2/10 of the gradient by
+the logits at a fresh start and next to nothing at a surely wrong one, are closed forms: they are checked first, and if
+one is off nothing else counts. Expected: a fresh start ends as well as with cross entropy (to 0.01 in accuracy); from
+the surely wrong one cross entropy ends ahead, and squared error does not recover (accuracy below 1/2) at its best rate.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from partita.lab.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, mean_by, paired
+from partita.lab.experiments._claims import above, alike, below, weigh
 from partita.lab.experiments._digits import NEEDS, fit, network, read_out, split
 from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Panel
@@ -34,6 +36,7 @@ from partita.theory.geometry import (
 LOSSES: dict[str, Callable[..., Any]] = {"cross entropy": cross_entropy, "squared error": mse_loss}
 SAME = 0.01  # accuracies this near count as equal
 FADED = 0.1  # attenuation below which a start counts as saturated
+RECOVERED = 0.5  # held-out accuracy above which a network counts as having recovered
 
 
 def run(settings: Settings, seed: int) -> Iterable[Row]:
@@ -62,9 +65,18 @@ def run(settings: Settings, seed: int) -> Iterable[Row]:
         fit(model, data.x, data.y, loss, step - done, optimizer)
         done = step
         found, _ = read_out(model, data.x_test, data.y_test)
+        tuned, _ = read_out(model, data.x_tune, data.y_tune)
         # A rate too large for a loss may end in nan, which is no accuracy at all.
         nll = found["nll"] if math.isfinite(found["nll"]) else 1e9
-        yield {**settings, "seed": seed, "step": step, "accuracy": found["accuracy"], "nll": nll, **at_start}
+        yield {
+            **settings,
+            **at_start,
+            "seed": seed,
+            "step": step,
+            "accuracy": found["accuracy"],
+            "nll": nll,
+            "tuned": tuned["accuracy"],
+        }
 
 
 def _gradient(model: torch.nn.Module, x: Tensor, y: Tensor, name: str) -> float:
@@ -74,9 +86,9 @@ def _gradient(model: torch.nn.Module, x: Tensor, y: Tensor, name: str) -> float:
 
 
 def best(rows: list[Row]) -> list[Row]:
-    """The rows of each loss and start at the rate that ends best on average."""
+    """The rows of each loss and start at the rate that ends best on average, on the rows set aside for choosing."""
     last = max(row["step"] for row in rows)
-    ends = mean_by(only(rows, step=last), "accuracy", "loss", "start", "rate")
+    ends = mean_by(only(rows, step=last), "tuned", "loss", "start", "rate")
     chosen: dict[tuple[str, str], tuple[float, float]] = {}
     for (loss, start, rate), value in ends.items():
         chosen[loss, start] = max(chosen.get((loss, start), (-1.0, 0.0)), (value.mean, rate))
@@ -108,17 +120,14 @@ def judge(rows: list[Row]) -> Verdict:
         f"wrong {accuracy['cross entropy', 'wrong']} against {accuracy['squared error', 'wrong']} (lead {wrong})."
     )
     shape = curve["cross entropy"] > -1e-9 and curve["squared error"] < -0.01
-    fades = toll["wrong",].mean < FADED < toll["fresh",].mean
-    if not (shape and fades):
-        return Verdict("does not hold", says)
-    parts = {
-        "a fresh start ends alike": abs(fresh.mean) <= SAME,
-        "cross entropy alone recovers from a surely wrong start": wrong.low > 0,
-    }
-    if all(parts.values()):
-        return Verdict("holds", says)
-    kept = [name for name, true in parts.items() if true]
-    return Verdict("holds within", says, "gradient and curvature" + "".join(f", {name}" for name in kept) + " only")
+    if not (shape and abs(toll["fresh",].mean - 0.2) < 0.02 and toll["wrong",].mean < FADED):
+        return Verdict("does not hold", says + " Gradient or curvature are not what the closed forms say.")
+    claims = [
+        alike("a fresh start ends alike", fresh, SAME),
+        above("from a surely wrong start cross entropy ends ahead", wrong),
+        below("squared error does not recover", accuracy["squared error", "wrong"], RECOVERED),
+    ]
+    return weigh(claims, says)
 
 
 def figure(rows: list[Row]) -> Figure:
@@ -153,8 +162,8 @@ _BOTH = {"loss": list(LOSSES), "start": ["fresh", "wrong"]}
 EXPERIMENT = Experiment(
     name="squared_error",
     question="What does squared error on probabilities cost a classifier, against cross entropy?",
-    expected="Little from a fresh start at its own best rate; nearly all of the gradient from a surely wrong one, "
-    "where only cross entropy recovers. Cross entropy is convex in the logits, squared error is not.",
+    expected="Nothing from a fresh start at its own best rate (0.01 in accuracy); from a surely wrong one "
+    "cross entropy ends ahead and squared error does not recover.",
     ids=("M-LOSS-2", "M-LOSS-3", "M-LOSS-5", "M-LOSS-6", "M-DER-7"),
     sizes={
         "tiny": Size(grid(**_BOTH, rate=[0.3], steps=[16]), seeds=2, seconds=0.1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from partita.lab.report.html import asset, page
+from partita.monitor.files import replace_file
 
 __all__ = ["render", "write"]
 
@@ -25,7 +26,4 @@ def render() -> str:
 
 def write(path: str | Path) -> Path:
     """Write the page; the folder is made."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(), encoding="utf-8")
-    return path
+    return replace_file(path, render())

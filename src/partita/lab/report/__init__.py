@@ -10,8 +10,9 @@ from typing import Any
 from partita.lab.draw import stylesheet
 from partita.lab.report import pack, studies
 from partita.lab.report.html import asset, page
-from partita.lab.report.verdict import HABITS, fallback, sentence
-from partita.monitor.findings import Finding, Thresholds, find
+from partita.lab.report.verdict import fallback, sentence
+from partita.monitor.files import replace_file
+from partita.monitor.findings import Finding, Series, Thresholds, find, verdicts
 from partita.monitor.record import Record, clean
 
 __all__ = ["notebook", "render", "write"]
@@ -20,6 +21,8 @@ SCRIPTS = (
     *("base.js", "chart.js", "data.js", "atlas.js", "head.js", "views.js", "advice.js"),
     *("studies.js", "method.js", "main.js"),
 )
+# what a head is judged by, and so what its own section says of it: one number for one name
+NUMBERS = ("normalized_entropy", "normalized_entropy_p50", "effective_width", "max_score", "sink_first", "sink_top")
 NAME_LENGTH = 300  # a module name of 10,000 characters is cut in the page; the record keeps it
 
 
@@ -48,11 +51,8 @@ def render(
 def _run(record: Record, title: str | None, limits: Thresholds) -> tuple[dict[str, Any], list[Finding]]:
     findings = find(record, limits)
     run = pack.pack(record)
-    flags: dict[str, list[str]] = {}
-    for finding in findings:
-        if finding.severity != "info" and finding.code not in HABITS:
-            for layer, head in finding.heads:
-                flags.setdefault(f"{layer},{head}", []).append(finding.code)
+    look = verdicts(findings)
+    series = Series(record)
     for site in run["sites"]:
         site["name"] = _short(site["name"])
     coverage = dict(clean(record.coverage))
@@ -65,7 +65,14 @@ def _run(record: Record, title: str | None, limits: Thresholds) -> tuple[dict[st
             clean({**f.as_dict(), "where": _short(f.where), "heads": [list(h) for h in f.heads[:64]]})
             for f in findings[:300]
         ],
-        flags=flags,
+        verdicts={
+            f"{layer},{head}": {"severity": said[0].severity, "codes": [f.code for f in said]}
+            for (layer, head), said in look.items()
+        },
+        numbers={f"{w[0]},{w[1]}": clean([series.late(w, name) for name in NUMBERS]) for w in series.heads},
+        window=series.window,
+        frozen=record.frozen,
+        unit=record.unit,
         focus=f"L{first[0]}H{first[1]}" if first else "L0H0",
         thresholds=asdict(limits),
         provenance=_shorten(clean(record.provenance)),
@@ -90,12 +97,7 @@ def _shorten(value: Any) -> Any:
 
 def write(record: Record, path: str | Path, **options: Any) -> Path:
     """Write the page; the folder is made."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(render(record, **options), encoding="utf-8")
-    partial.replace(path)
-    return path
+    return replace_file(path, render(record, **options))
 
 
 def notebook(record: Record, height: int = 640) -> str:

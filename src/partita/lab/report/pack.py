@@ -14,7 +14,7 @@ from array import array
 from typing import Any
 
 from partita.lab.report.studies import KIND
-from partita.monitor.record import BAND_COLUMNS, Block, Record, clean
+from partita.monitor.record import BAND_COLUMNS, LOSS_COLUMNS, Block, Record, clean
 
 METRICS = (
     "normalized_entropy",
@@ -26,10 +26,11 @@ METRICS = (
     "sink_top",
     "top_mass",
 )
-QUANTILES = ("entropy_p05", "entropy_p50", "entropy_p95")
+QUANTILES = ("normalized_entropy_p05", "normalized_entropy_p50", "normalized_entropy_p95")
 BUDGET = 1_600_000  # bytes of base64 for all metrics together
 EXACT = 60_000  # values of one metric that may be stored as float32
 POINTS = 256
+LARGEST = 3.4e38  # of float32; what lies beyond is drawn as missing, as NaN is
 
 
 def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
     for name in (*METRICS, *QUANTILES):
         columns[name] = _gather(record, name, offsets, heads, slot, len(bins))
     metrics, resolution = _encode(columns, len(bins))
-    return {
+    packed = {
         "sites": [{"name": s.name, "kind": s.kind, "heads": s.heads} for s in record.sites],
         "steps": shown,
         "metrics": metrics,
@@ -53,11 +54,12 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
         "bands": _bands(record, steps),
         "curves": {str(c["layer"]): clean(c) for c in record.curves},
         "keys": {str(c["layer"]): clean(c.get("keys") or []) for c in record.curves},
-        "maps": {f"{m['layer']},{m['head']}": clean(m) for m in record.maps},
+        "maps": {f"{m['layer']},{m['head']}": _map(m) for m in record.maps},
         "losses": _losses(record, points),
         "studies": clean([row for row in record.studies if row.get("study") != KIND]),
         "totals": {k: _total(record, k) for k in ("rows", "single", "nonfinite")},
     }
+    return dict(clean(packed))
 
 
 def _bins(steps: list[int], points: int) -> list[list[int]]:
@@ -82,7 +84,7 @@ def _gather(
     for block in record.blocks:
         t = slot[block.step]
         for head, value in enumerate(block.column(name)):
-            if head >= record.sites[block.layer].heads or not math.isfinite(value):
+            if head >= record.sites[block.layer].heads or not abs(value) <= LARGEST:
                 continue
             at = (offsets[block.layer] + head) * points + t
             total[at] = (
@@ -169,23 +171,16 @@ def _band_means(record: Record, steps: set[int]) -> dict[str, Any]:
     return out
 
 
-LOSS_COLUMNS = (
-    "loss",
-    "entropy",
-    "confidence",
-    "accuracy",
-    "rows",
-    "classes",
-    "candidates",
-    "effective_negatives",
-    "bound",
-    "cap",
-    "scale",
-    "alignment",
-    "uniformity",
-    "norm_query",
-    "norm_key",
-)
+def _map(given: dict[str, Any]) -> dict[str, Any]:
+    """A picture whose bytes are there; else its place, marked as damaged: it must not take the page with it."""
+    sizes = [given.get(k) for k in ("rows", "columns", "n_query", "n_key")]
+    try:
+        whole = all(isinstance(n, int) and n > 0 for n in sizes) and isinstance(given.get("peak"), (int, float))
+        if whole and len(base64.b64decode(given["data"], validate=True)) == given["rows"] * given["columns"]:
+            return dict(clean(given))
+    except (KeyError, TypeError, ValueError):
+        pass
+    return {"layer": given["layer"], "head": given["head"], "damaged": True}
 
 
 def _losses(record: Record, points: int) -> dict[str, Any]:

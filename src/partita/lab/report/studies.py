@@ -7,6 +7,7 @@ Needs no torch, and runs nothing: an experiment that is not finished is not ther
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,21 @@ def gather(folder: str | Path, sizes: tuple[str, ...] = SIZES) -> list[dict[str,
     except (FileNotFoundError, ValueError):
         return []
     rows = []
-    for name, by_size in sorted(verdicts.items()):
-        size = next((s for s in sizes if s in by_size), None)
-        if size is None:
+    for name, by_size in sorted(verdicts.items()) if isinstance(verdicts, dict) else ():
+        # a name is that of a file in this folder: nothing that could lead out of it
+        if not re.fullmatch(r"\w+", name, re.ASCII) or not isinstance(by_size, dict):
             continue
-        drawn = folder / f"{name}-{size}.svg"
-        figure = drawn.read_text(encoding="utf-8") if drawn.is_file() else None
-        rows.append({"study": KIND, "name": name, "size": size, **by_size[size], "figure": figure})
+        size = next((s for s in sizes if isinstance(by_size.get(s), dict)), None)
+        if size is not None:
+            figure = _figure(folder / f"{name}-{size}.svg")
+            rows.append({**by_size[size], "study": KIND, "name": name, "size": size, "figure": figure})
     return rows
+
+
+def _figure(path: Path) -> str | None:
+    if path.is_symlink() or not path.is_file():
+        return None
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def packed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,10 +6,9 @@ import html
 from collections import Counter
 
 from partita.lab.report.studies import KIND
-from partita.monitor.findings import Finding
+from partita.monitor.findings import HABITS, Finding, verdicts
 from partita.monitor.record import Record
 
-HABITS = ("LENGTH_DILUTION", "SINK_HEAD")  # of a model as a whole: no head is marked for them
 WORDS = {
     "HEAD_COLLAPSED": "collapsed",
     "HEAD_UNIFORM": "select nothing",
@@ -26,12 +25,17 @@ ONE = {
 
 
 def sentence(record: Record, findings: list[Finding]) -> str:
-    heads = sum(s.heads for s in record.sites)
+    heads = len({(b.layer, h) for b in record.blocks for h in range(b.heads)})
+    there = sum(s.heads for s in record.sites)
     if not heads:
-        return "No attention was seen" + (", but the losses were." if record.losses else ".")
-    watched = f"{heads} head{'s' if heads != 1 else ''} watched"
+        but = ", but the losses were" if record.losses else ""
+        if there:
+            return f"None of {there} heads was recorded{but}: nothing can be said about them."
+        return f"No attention was seen{but}."
+    part = f" of {there}" if there > heads else ""
+    watched = f"{heads}{part} head{'s' if max(heads, there) != 1 else ''} watched"
     faults = [f for f in findings if f.severity != "info"]
-    look = {h for f in faults for h in f.heads if f.code not in HABITS}
+    look = verdicts(findings)
     parts = []
     for code, words in WORDS.items():
         found = [f for f in faults if f.code == code]
@@ -44,13 +48,15 @@ def sentence(record: Record, findings: list[Finding]) -> str:
     dilution = next((f for f in faults if f.code == "LENGTH_DILUTION"), None)
     if dilution:
         parts.append("attention dilutes with length: " + dilution.evidence.split(" (")[0])
-    other = [f for f in faults if f.code not in WORDS and f.code not in ("LENGTH_DILUTION", "SINK_HEAD")]
+    other = [f for f in faults if f.code not in WORDS and f.code not in (*HABITS, "COVERAGE")]
     if other:
         parts.append(f"{len(other)} finding{'s' if len(other) > 1 else ''} on the output side")
     if any(f.code == "SINK_HEAD" for f in faults):
         parts.append("most heads park their mass on one key")
     if not parts:
-        return f"{watched}, none needs a look."
+        missed = len(record.coverage.get("missed") or [])
+        unseen = f"; {missed} attention module{'s were' if missed > 1 else ' was'} not seen" if missed else ""
+        return f"{watched}, none needs a look{unseen}."
     start = f"{watched}, {len(look)} need{'s' if len(look) == 1 else ''} a look: " if look else f"{watched}: "
     return start + "; ".join(parts[:3]) + "."
 

@@ -55,7 +55,7 @@ def info_nce_hessian_mixed(
     t, p = _law(query, keys, temperature)
     residual = p.clone()
     residual[positive] = residual[positive] - 1
-    eye = torch.eye(len(query), dtype=query.dtype)
+    eye = torch.eye(len(query), dtype=query.dtype, device=query.device)
     centred = keys - p @ keys
     return residual[:, None, None] * eye / t + p[:, None, None] * query[:, None] * centred[:, None, :] / t**2
 

@@ -50,6 +50,7 @@ def info_nce(
         loss = -log( exp(s_+ / t) / sum_j exp(s_j / t) ),     s_j = <query, key_j>
 
     The anchor itself is not a candidate. Between 0 and, for equal scores, log n. Spec: M-INC-1, M-GIB-7.
+    From van den Oord, Li and Vinyals (2018), Representation learning with contrastive predictive coding.
 
     >>> info_nce(torch.zeros(2), torch.zeros(8, 2))  # log 8
     tensor(2.0794)
@@ -123,9 +124,9 @@ def info_nce_batch_gradients(
     """
     t = _temperature(temperature, queries)
     z = queries @ keys.T / t
-    residual = torch.softmax(z, -1) - torch.eye(len(z), dtype=z.dtype)
+    residual = torch.softmax(z, -1) - torch.eye(len(z), dtype=z.dtype, device=z.device)
     if symmetric:
-        residual = (residual + torch.softmax(z, 0) - torch.eye(len(z), dtype=z.dtype)) / 2
+        residual = (residual + torch.softmax(z, 0) - torch.eye(len(z), dtype=z.dtype, device=z.device)) / 2
     residual = residual / (len(z) * t)
     return BatchGradients(residual @ keys, residual.T @ queries)
 
@@ -157,6 +158,7 @@ def hardness_weights(
         P_m / (1 - P_+),     0 at the positive
 
     The length of the gradient itself is *not* monotone in the temperature. Spec: M-INC-7.
+    From Wang and Liu (2021), Understanding the behaviour of contrastive loss.
 
     >>> hardness_weights(torch.tensor([1.0]), torch.tensor([[9.0], [0.0], [0.0]]))
     tensor([0.0000, 0.5000, 0.5000])

@@ -40,6 +40,8 @@ def nce_posterior(log_model: Tensor, log_noise: Tensor, ratio: Number = 1.0) -> 
         m / (m + ratio * p_noise) = sigmoid(h),      m = exp(f)
 
     Spec: M-NCE-1.
+    From Gutmann and Hyvarinen (2010), Noise-contrastive estimation: a new estimation principle for unnormalized
+    statistical models.
 
     >>> nce_posterior(torch.tensor(3.0).log(), torch.tensor(1.0).log(), 1.0)  # 3 / (3 + 1)
     tensor(0.7500)
@@ -53,6 +55,8 @@ def nce_sample_loss(data_logits: Tensor, noise_logits: Tensor) -> Tensor:  # (N,
         -log sigmoid(h_data) - sum_noise log(1 - sigmoid(h_noise))
 
     (1 + k) times the mean binary cross entropy of the k + 1 decisions. Spec: M-NCE-2.
+    From Gutmann and Hyvarinen (2010), Noise-contrastive estimation: a new estimation principle for unnormalized
+    statistical models.
 
     >>> nce_sample_loss(torch.zeros(1), torch.zeros(1, 3))  # 4 log 2
     tensor([2.7726])

@@ -5,11 +5,13 @@ from __future__ import annotations
 from math import log, nan
 
 import torch
+from torch import Tensor
 
 from partita.gibbs import Gibbs
 from partita.support import mask
-from partita.theory.errata._samples import F64, generator, mean_entropy, randn
+from partita.theory.errata._samples import F64, generator, gradient, mean_entropy, randn
 from partita.theory.errata.row import Book, Reading
+from partita.theory.information import streaming_entropy
 from partita.theory.sharpness import calibrate_kappa
 
 __all__ = ["book"]
@@ -110,6 +112,41 @@ def _head_axis() -> Reading:
     printed = torch.softmax(scores.masked_fill(~keep, -1e9), -1)  # silently read as (head, query, key)
     p = Gibbs(q, k, support=mask(keep[:, None])).probs()
     return Reading(float(printed[0, 1, :, 1:].sum(-1).mean()), 0.0, float(p[0, 1, :, 1:].sum(-1).mean()))
+
+
+@book.add(
+    "K7",
+    "K",
+    printed="the key projection has a bias",
+    right="it adds one number to a whole row and does nothing",
+    spec="M-ATT-2",
+    quantity="entries of the key bias, of 8, that move the output (autograd)",
+)
+def _key_bias() -> Reading:
+    x, value = randn(5, 8), randn(5, 8, seed=1)
+    weights = randn(2, 8, 8, seed=2)
+
+    def output(bias: Tensor) -> Tensor:
+        # one direction of the output for each entry of the bias, so that no two effects can cancel
+        out = Gibbs(x @ weights[0], x @ weights[1] + bias, scale=8**-0.5).expectation(value)
+        return (out * randn(5, 8, seed=3)).sum()
+
+    return Reading(8.0, 0.0, float((gradient(output, randn(8, seed=4)).abs() > 1e-12).sum()))
+
+
+@book.add(
+    "K8",
+    "K",
+    printed="returns the n x n weights, from which the entropy is taken",
+    right="three running sums give it, whatever the number of keys",
+    spec="M-ENT-3",
+    quantity="entropy over 4096 keys of which no more than 64 are held at once (printed: it needs them all)",
+    tolerance=1e-9,
+)
+def _no_matrix() -> Reading:
+    q, k = randn(16), randn(4096, 16, seed=1)
+    held = (100 + k[first : first + 64] @ q for first in range(0, 4096, 64))
+    return Reading(nan, float(streaming_entropy(held)), float(torch.special.entr(torch.softmax(k @ q, -1)).sum()))
 
 
 @book.add(

@@ -242,7 +242,7 @@ def _laplace() -> Reading:
     right="as (9)",
     spec="M-ROB-2",
     quantity="sd of the output at n = 16, sigma 0.5",
-    tolerance=3e-3,
+    tolerance=4e-3,  # the next order is 2.5e-3 at 16 keys; five standard errors of the draws are 1.1e-3
 )
 def _opening() -> Reading:
     s, v = _grid(16)

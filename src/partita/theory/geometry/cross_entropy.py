@@ -108,6 +108,7 @@ def cross_entropy_hessian_weights(
 
     Positive semidefinite, with a null space of dimension at least dim: the same vector added to every class changes
     nothing. Dense; `cross_entropy_hvp` multiplies without it. Spec: M-LOSS-3.
+    From Bohning (1992), Multinomial logistic regression algorithm.
 
     >>> cross_entropy_hessian_weights(torch.tensor([[2.0]]), torch.tensor([[0.5, 0.5]]))  # 4 * J
     tensor([[ 1., -1.],

@@ -18,6 +18,7 @@ def kl(p: Tensor, q: Tensor) -> Tensor:  # (..., n) -> (...)
         KL(p || q) = sum_j p_j log(p_j / q_j) >= 0
 
     Infinite where q misses a key that p has. Spec: M-GEO-2.
+    From Kullback and Leibler (1951), On information and sufficiency.
 
     >>> kl(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))  # log 2
     tensor(0.6931)
@@ -61,6 +62,7 @@ def jensen_shannon(laws: Tensor, dim: int = -2) -> Tensor:
         JSD = H(mean p) - mean H(p)   in [0, log count]
 
     Spec: M-GEO-2, M-INF-6.
+    From Lin (1991), Divergence measures based on the Shannon entropy.
 
     >>> jensen_shannon(torch.eye(2))  # two different one-hots: log 2
     tensor(0.6931)
@@ -89,6 +91,7 @@ def fisher_rao_distance(p: Tensor, q: Tensor) -> Tensor:  # (..., n) -> (...)
         d = 2 arccos sum_j sqrt(p_j q_j)   in [0, pi]
 
     Defined on the closed simplex: pi for laws without a common key. Spec: M-GEO-5.
+    From Rao (1945), Information and the accuracy attainable in the estimation of statistical parameters.
 
     >>> fisher_rao_distance(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
     tensor(3.1416)

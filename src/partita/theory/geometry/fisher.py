@@ -107,6 +107,7 @@ def entropy_fisher_gradient(probs: Tensor) -> Tensor:
         -p * (log p + H)
 
     Spec: M-GEO-4.
+    From Amari (1998), Natural gradient works efficiently in learning.
 
     >>> entropy_fisher_gradient(torch.full((2,), 0.5)).abs().max().item()
     0.0

@@ -92,7 +92,8 @@ def subset_norm(probs: Tensor) -> Tensor:  # (...)
     n = probs.shape[-1]
     require(n >= 1, "a law needs at least one key.")
     if n <= 16:
-        signs = torch.tensor(list(product((0.0, 1.0), repeat=n - 1)), dtype=probs.dtype).reshape(-1, n - 1)
+        corners = list(product((0.0, 1.0), repeat=n - 1))
+        signs = torch.tensor(corners, dtype=probs.dtype, device=probs.device).reshape(-1, n - 1)
         mass = probs[..., :-1] @ signs.T if n > 1 else torch.zeros_like(probs[..., :1])
         return (4 * mass * (1 - mass)).amax(-1)
     left = torch.zeros_like(probs[..., 0])

@@ -65,6 +65,7 @@ def focal_gradient(
         alpha [ gamma (1 - p_t)^(gamma - 1) p_t log p_t - (1 - p_t)^gamma ] (e_t - p)
 
     gamma = 0 is cross entropy. 1 - p_t is summed from the other classes, so that it keeps its digits. Spec: M-LOSS-8.
+    From Lin, Goyal, Girshick, He and Dollar (2017), Focal loss for dense object detection.
 
     >>> focal_gradient(torch.zeros(2), torch.tensor(0), gamma=0.0)
     tensor([-0.5000,  0.5000])
@@ -86,6 +87,7 @@ def label_smoothing_parts(logits: Tensor, target: Tensor, epsilon: float) -> Smo
         y' = (1 - e) e_t + e / C,      loss = (1 - e) CE + e (KL(u || p) + log C)
 
     It pulls on KL(u || p); an entropy bonus pulls on KL(p || u). Spec: M-LOSS-9.
+    From Szegedy, Vanhoucke, Ioffe, Shlens and Wojna (2016), Rethinking the Inception architecture for computer vision.
 
     >>> label_smoothing_parts(torch.zeros(2), torch.tensor(0), 0.5).loss  # log 2 whatever e
     tensor(0.6931)

@@ -54,6 +54,8 @@ def simplex_projection(point: Tensor) -> Tensor:  # (..., n)
         argmin_p |p - x|^2 = max(x - t, 0)  with t such that the sum is 1
 
     Spec: M-GIB-8.
+    From Duchi, Shalev-Shwartz, Singer and Chandra (2008), Efficient projections onto the l1-ball for learning in high
+    dimensions; as a map of scores, Martins and Astudillo (2016), From softmax to sparsemax.
 
     >>> simplex_projection(torch.tensor([2.0, 0.0]))
     tensor([1., 0.])
@@ -92,7 +94,8 @@ def simplex_grid(steps: int, *, interior: bool = False) -> Tensor:  # (points, 3
             [1., 0., 0.]], dtype=torch.float64)
     """
     require(steps >= 1, f"steps must be at least 1; got {steps}.")
-    i, j = torch.meshgrid(torch.arange(steps + 1), torch.arange(steps + 1), indexing="ij")
+    side = torch.arange(steps + 1, device="cpu")
+    i, j = torch.meshgrid(side, side, indexing="ij")
     keep = i + j <= steps
     points = torch.stack([i[keep], j[keep], steps - i[keep] - j[keep]], -1).double() / steps
     return points[(points > 0).all(-1)] if interior else points

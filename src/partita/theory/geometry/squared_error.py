@@ -64,7 +64,7 @@ def squared_error_hessian(inputs: Tensor, n_out: int = 1, *, half: bool = False)
     tensor([[5.]])
     """
     gram = inputs.T @ inputs / inputs.shape[0]
-    return (1.0 if half else 2.0) * torch.kron(torch.eye(n_out, dtype=inputs.dtype), gram)
+    return (1.0 if half else 2.0) * torch.kron(torch.eye(n_out, dtype=inputs.dtype, device=inputs.device), gram)
 
 
 def sigmoid_squared_error_gradient(logits: Tensor, target: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, number, require, where
 from partita.theory.information.correlation import mutual_information_table
 from partita.theory.law import gibbs_law
 
@@ -50,6 +50,7 @@ def bottleneck_step(encoder: Tensor, joint: Tensor, beta: Number) -> Tensor:  # 
         p(z|x) = p(z) exp(-beta * KL(p(y|x) || p(y|z))) / Z(x)
 
     Spec: M-INF-7.
+    From Tishby, Pereira and Bialek (1999), The information bottleneck method.
 
     >>> bottleneck_step(torch.full((2, 2), 0.5), torch.eye(2) / 2, 1.0)  # an encoder that ignores x is a fixed point
     tensor([[0.5000, 0.5000],
@@ -84,7 +85,8 @@ def solve_bottleneck(
     0.6931
     """
     require(n_z >= 1, f"n_z counts the values of the code, so n_z >= 1; got {n_z}.")
-    start = torch.rand(joint.shape[0], n_z, generator=generator, dtype=joint.dtype) + 0.1
+    start = torch.rand(joint.shape[0], n_z, generator=generator, dtype=joint.dtype, device=where(generator))
+    start = start.to(joint.device) + 0.1
     encoder = start / start.sum(-1, keepdim=True)
     for _ in range(steps):
         encoder = bottleneck_step(encoder, joint, beta)

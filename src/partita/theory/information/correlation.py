@@ -48,7 +48,7 @@ def product_of_marginals(table: Tensor) -> Tensor:
     tensor([[0.2500, 0.2500],
             [0.2500, 0.2500]])
     """
-    out = torch.ones((), dtype=table.dtype)
+    out = torch.ones((), dtype=table.dtype, device=table.device)
     for m in marginals(table):
         out = out[..., None] * m
     return out
@@ -60,6 +60,7 @@ def total_correlation(table: Tensor) -> Tensor:
         TC = sum_t H(x_t) - H(x) = KL(P || product of marginals) = sum_{t>=2} I(x_t; x_<t)
 
     Spec: M-GEO-6.
+    From Watanabe (1960), Information theoretical analysis of multivariate correlation.
 
     >>> xor = torch.tensor([[[1, 0], [0, 1]], [[0, 1], [1, 0]]]) / 4
     >>> total_correlation(xor)  # log 2
@@ -90,6 +91,7 @@ def dual_total_correlation(table: Tensor) -> Tensor:
         DTC = H(x) - sum_t H(x_t | x_-t)
 
     Spec: M-GEO-6.
+    From Han (1978), Nonnegative entropy measures of multivariate symmetric correlations.
 
     >>> xor = torch.tensor([[[1, 0], [0, 1]], [[0, 1], [1, 0]]]) / 4
     >>> dual_total_correlation(xor)  # 2 log 2: no variable is free given the two others
@@ -125,7 +127,7 @@ def prefix_information(table: Tensor) -> Tensor:
     tensor(0.6931)
     """
     _check(table)
-    total = torch.zeros((), dtype=table.dtype)
+    total = torch.zeros((), dtype=table.dtype, device=table.device)
     for t in range(1, table.dim()):
         head = table.sum(list(range(t + 1, table.dim()))) if t + 1 < table.dim() else table
         total = total + mutual_information_table(head.flatten(0, t - 1))

@@ -82,6 +82,7 @@ def code_length(entropy_nats: Tensor) -> Bounds:
         H / ln 2  <=  length  <  H / ln 2 + 1
 
     Spec: M-ENT-5, M-RMK-4.
+    From Shannon (1948), A mathematical theory of communication.
 
     >>> code_length(entropy(torch.zeros(1024))).lower  # ten bits name one of 1024
     tensor(10.)

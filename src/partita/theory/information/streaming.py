@@ -23,6 +23,7 @@ def streaming_entropy(chunks: Iterable[Tensor]) -> Tensor:  # (...)
         H  = log l - t / l
 
     The old l enters t before it is rescaled. Masked logits are -inf. No keys at all give 0. Spec: M-ENT-3.
+    The running maximum and sum are those of Milakov and Gimelshein (2018), Online normalizer calculation for softmax.
 
     >>> streaming_entropy([torch.zeros(3), torch.zeros(5)])  # uniform over 8
     tensor(2.0794)
@@ -84,6 +85,7 @@ def renyi_entropy(
         H_a = log sum_j p_j^a / (1 - a)
 
     Order 1 is Shannon's and belongs to `Gibbs.entropy`. 0 on an empty row. Spec: M-ENT-4, M-SPE-4.
+    From Renyi (1961), On measures of entropy and information.
 
     >>> round(renyi_entropy(torch.zeros(1, 2), torch.zeros(4, 2)).exp().item(), 4)  # four equal weights
     4.0

@@ -16,6 +16,7 @@ def layer_norm(x: Tensor, eps: float = 1e-5) -> Tensor:  # (..., dim)
         (x - mean) / sqrt(var + eps),       var divided by dim, not dim - 1
 
     Equal to ``F.layer_norm(x, x.shape[-1:], eps=eps)``. A constant vector gives 0. Spec: M-RMK-2.
+    From Ba, Kiros and Hinton (2016), Layer normalization.
 
     >>> layer_norm(torch.full((4,), 3.0))
     tensor([0., 0., 0., 0.])
@@ -30,6 +31,7 @@ def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:  # (..., dim)
         x / sqrt(mean(x^2) + eps)
 
     Equal to ``F.rms_norm(x, x.shape[-1:], eps=eps)``. The zero vector gives 0. Spec: M-RMK-2.
+    From Zhang and Sennrich (2019), Root mean square layer normalization.
 
     >>> rms_norm(torch.zeros(3))
     tensor([0., 0., 0.])
@@ -43,6 +45,7 @@ def qk_norm_width(dim: Number, scale: Number) -> Tensor:
         |s| <= dim,    width = 2 * scale * dim
 
     Feed it to `information.max_weight` and `information.entropy_floor_of_width`. Spec: M-RMK-2, M-SCL-18.
+    From Henry, Dachapally, Pawar and Chen (2020), Query-key normalization for transformers.
 
     >>> qk_norm_width(64, 0.125).item()  # 1/sqrt(dim): 2 sqrt(dim)
     16.0

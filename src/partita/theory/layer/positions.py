@@ -32,11 +32,12 @@ def sinusoidal_positions(n: int, dim: int, base: float = 10000.0) -> Tensor:  # 
         p_{i,2k} = sin(i w_k),    p_{i,2k+1} = cos(i w_k),    w_k = base^(-2k/dim)
 
     Spec: M-ATT-10.
+    From Vaswani et al. (2017), Attention is all you need.
 
     >>> sinusoidal_positions(1, 4)
     tensor([[0., 1., 0., 1.]], dtype=torch.float64)
     """
-    angle = torch.arange(n, dtype=torch.float64)[:, None] * _frequencies(dim, base)
+    angle = torch.arange(n, dtype=torch.float64, device="cpu")[:, None] * _frequencies(dim, base)
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)
 
 
@@ -77,14 +78,16 @@ def distance_bias(n_query: int, n_key: int, slope: float) -> Tensor:  # (n_query
         b_ij = -slope * |i - j|
 
     Spec: M-ATT-9.
+    From Press, Smith and Lewis (2022), Train short, test long: attention with linear biases enables input length
+    extrapolation.
 
     >>> distance_bias(1, 3, 0.5)
     tensor([[-0.0000, -0.5000, -1.0000]], dtype=torch.float64)
     """
-    i, j = torch.arange(n_query, dtype=torch.float64), torch.arange(n_key, dtype=torch.float64)
+    i, j = (torch.arange(n, dtype=torch.float64, device="cpu") for n in (n_query, n_key))
     return -slope * (i[:, None] - j[None, :]).abs()
 
 
 def _frequencies(dim: int, base: float) -> Tensor:
     require(dim >= 2 and dim % 2 == 0, f"sinusoidal positions need an even dim of at least 2; got {dim}.")
-    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)

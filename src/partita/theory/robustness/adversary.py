@@ -63,6 +63,7 @@ def attack_linf(
         e_i = budget * sign<v_i - out, u>,      predicted gain = budget * sum_i p_i |<v_i - out, u>|
 
     First order in the budget; for a finite one use `attack_linf_exact`. u is normalised. Spec: M-ROB-9.
+    From Goodfellow, Shlens and Szegedy (2015), Explaining and harnessing adversarial examples.
 
     >>> attack_linf(torch.zeros(2), torch.tensor([[0.0], [1.0]]), torch.tensor([1.0]), 0.1).predicted  # 0.1 * 1/2
     tensor(0.0500)
@@ -111,6 +112,7 @@ def attack_linf_exact(
         t <- sum_i w_i c_i,    w = softmax(s + budget * sign(c - t)),    c_i = <v_i, u>
 
     The threshold is the *final* value t, not the output; a few steps reach the global maximum. Spec: M-ROB-10.
+    The iteration is that of Dinkelbach (1967), On nonlinear fractional programming.
 
     >>> v, u = torch.tensor([[0.0], [1.0]]), torch.tensor([1.0])
     >>> a = attack_linf_exact(torch.zeros(2), v, u, torch.tensor(3.0).log() / 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, number, require, where
 
 __all__ = ["GaussianNoise", "LaplaceNoise", "Noise", "UniformNoise", "correlated_sigma", "laplace_error_exponent"]
 
@@ -57,7 +57,7 @@ class GaussianNoise(Noise):
     def sample(
         self, *shape: int, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float64
     ) -> Tensor:
-        return self.sigma * torch.randn(*shape, generator=generator, dtype=dtype)
+        return self.sigma * torch.randn(*shape, generator=generator, dtype=dtype, device=where(generator))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class UniformNoise(Noise):
     def sample(
         self, *shape: int, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float64
     ) -> Tensor:
-        return self.radius * (2 * torch.rand(*shape, generator=generator, dtype=dtype) - 1)
+        return self.radius * (2 * torch.rand(*shape, generator=generator, dtype=dtype, device=where(generator)) - 1)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class LaplaceNoise(Noise):
     def sample(
         self, *shape: int, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float64
     ) -> Tensor:
-        u = torch.rand(*shape, generator=generator, dtype=dtype) - 0.5
+        u = torch.rand(*shape, generator=generator, dtype=dtype, device=where(generator)) - 0.5
         return -self.b * u.sign() * torch.log1p(-2 * u.abs())
 
 

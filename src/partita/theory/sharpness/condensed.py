@@ -18,6 +18,8 @@ def condensed_entropy(index: Number) -> Tensor:
         H = psi(1) - psi(1 - m),      0 <= m < 1
 
     Infinite at m = 1, the transition. Spec: M-SCL-13.
+    After Derrida (1981), Random-energy model: an exactly solvable model of disordered systems; Ruelle (1987), A
+    mathematical reformulation of Derrida's REM and GREM.
 
     >>> round(condensed_entropy(0.5).item(), 4)  # 2 log 2
     1.3863
@@ -53,6 +55,7 @@ def extreme_location(n: Number) -> Tensor:
         n * phi(b) / b = 1
 
     Needs n >= 3. Spec: M-SCL-13, M-SCL-19.
+    From Hall (1979), On the rate of convergence of normal extremes.
 
     >>> round(extreme_location(4096).item(), 2), round((2 * torch.tensor(4096.0).log()).sqrt().item(), 2)
     (3.51, 4.08)

@@ -40,6 +40,7 @@ def predicted_entropy(n: Number, scale: Number, cumulant: CumulantFunction) -> P
 
     The bracket is a large-deviation rate; once it reaches log n the row has condensed on O(1) keys. K' is taken by
     autograd. Spec: M-SCL-11.
+    The rate function is that of Cramer (1938), Sur un nouveau theoreme-limite de la theorie des probabilites.
 
     >>> p = predicted_entropy(1000, 1.0, gaussian_cumulant(0.0, 1.0))
     >>> round(p.entropy.item(), 4), p.condensed.item()  # log 1000 - 1/2

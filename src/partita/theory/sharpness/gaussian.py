@@ -26,6 +26,7 @@ def condensation_sharpness(n: Number) -> Tensor:
         sqrt(2 log n)
 
     Spec: M-SCL-12.
+    The transition of Derrida (1981), Random-energy model: an exactly solvable model of disordered systems.
 
     >>> round(condensation_sharpness(65536).item(), 2)
     4.71

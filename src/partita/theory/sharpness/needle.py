@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, number, require, where
 from partita.theory.sharpness.condensed import extreme_location
 
 __all__ = ["needle_threshold", "needle_weight", "needle_weight_samples", "needle_weight_typical"]
@@ -71,6 +71,7 @@ def needle_weight_samples(
     >>> needle_weight_samples(9, 1.0, torch.tensor([0.0]), draws=1)  # scale 0: one of nine
     tensor([[0.1111]])
     """
-    background = sigma * torch.randn(draws, n - 1, generator=generator, dtype=scales.dtype)
+    drawn = torch.randn(draws, n - 1, generator=generator, dtype=scales.dtype, device=where(generator))
+    background = sigma * drawn.to(scales.device)
     log_z = torch.stack([torch.logsumexp(s * background, -1) for s in scales], -1)
     return torch.sigmoid(scales * height - log_z)

@@ -137,6 +137,7 @@ def reference_length_slope(n: Number, n_train: Number) -> Tensor:
         1 - log n / (log n_train)^2
 
     At n = n_train only 1 / log n_train of the growth is removed. Spec: M-SCL-7.
+    The factor log n is that of Chiang and Cholak (2022), Overcoming a theoretical limitation of self-attention.
 
     >>> round(reference_length_slope(512, 512).item(), 3)
     0.84
@@ -174,6 +175,6 @@ def length_slope(
     """
     require(len(lengths) >= 2, "a slope needs at least two lengths.")
     means = torch.stack([entropy(policy(n) * sampler(n)).mean().double() for n in lengths])
-    x = torch.tensor([float(n) for n in lengths], dtype=torch.float64).log()
+    x = torch.tensor([float(n) for n in lengths], dtype=torch.float64, device=means.device).log()
     x = x - x.mean()
     return (x * means).sum() / x.square().sum(), means

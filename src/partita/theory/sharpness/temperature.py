@@ -66,6 +66,7 @@ def distillation_loss(teacher: Tensor, student: Tensor, temperature: Number = 1.
         T^2 * KL(softmax(teacher / T) || softmax(student / T))
 
     Spec: M-TMP-4.
+    From Hinton, Vinyals and Dean (2015), Distilling the knowledge in a neural network.
 
     >>> distillation_loss(torch.zeros(3), torch.zeros(3), 4.0).item()
     0.0

@@ -16,6 +16,7 @@ def xavier_variance(dim_in: int, dim_out: int) -> Tensor:
         2 / (dim_in + dim_out)
 
     Spec: M-INF-4.
+    From Glorot and Bengio (2010), Understanding the difficulty of training deep feedforward neural networks.
 
     >>> xavier_variance(3, 1).item()
     0.5

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from partita.gibbs import Gibbs
-from partita.theory._domain import require, require_shape
+from partita.theory._domain import require, require_shape, where
 
 __all__ = [
     "Stationary",
@@ -112,7 +112,8 @@ def leading_eigenvalues(
     n = _square(gibbs)
     require_shape(gibbs.log_partition().dim() == 1, "leading_eigenvalues takes one operator; loop over the batch.")
     require(k >= 1, f"k must be at least 1; got {k}.")
-    block = torch.randn(n, min(k, n), generator=generator, dtype=torch.float64).to(gibbs.query.device)
+    drawn = torch.randn(n, min(k, n), generator=generator, dtype=torch.float64, device=where(generator))
+    block = drawn.to(gibbs.query.device)
     basis, images = block[:, :0], block[:, :0]
     for _ in range(steps):
         block = _new_directions(basis, block)
@@ -156,7 +157,8 @@ def singular_value(
     1.0
     """
     batch = gibbs.log_partition().shape[:-1]
-    x = 1 + 0.1 * torch.rand(*batch, gibbs.key.shape[-2], generator=generator, dtype=torch.float64)
+    size = (*batch, gibbs.key.shape[-2])
+    x = 1 + 0.1 * torch.rand(size, generator=generator, dtype=torch.float64, device=where(generator))
     x = (x / x.norm(dim=-1, keepdim=True)).to(gibbs.query.device, gibbs.query.dtype)
     value = torch.zeros(batch, dtype=x.dtype, device=x.device)
     for _ in range(steps):
@@ -176,6 +178,7 @@ def dobrushin(matrix: Tensor) -> Tensor:  # (..., n, n) -> (...)
         max_ij |A_i - A_j|_1 / 2  >=  |lambda_2|
 
     0 when all rows are equal, 1 when two have no common key. Spec: M-SPE-1.
+    From Dobrushin (1956), Central limit theorem for nonstationary Markov chains.
 
     >>> dobrushin(torch.tensor([[0.5, 0.5], [0.25, 0.75]]))
     tensor(0.2500)

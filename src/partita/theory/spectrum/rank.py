@@ -27,6 +27,7 @@ def effective_rank(matrix: Tensor) -> Tensor:  # (..., m, n) -> (...)
         exp(-sum r_i log r_i),    r = singular values / their sum
 
     A uniform attention matrix has width n and rank 1, the identity width 1 and rank n. Spec: M-SPE-2.
+    From Roy and Vetterli (2007), The effective rank: a measure of effective dimensionality.
 
     >>> effective_rank(torch.eye(3))
     tensor(3.)
@@ -42,6 +43,7 @@ def stable_rank(matrix: Tensor) -> Tensor:  # (..., m, n) -> (...)
         |A|_F^2 / sigma_1^2
 
     Spec: M-SPE-2.
+    From Rudelson and Vershynin (2007), Sampling from large matrices: an approach through geometric functional analysis.
 
     >>> stable_rank(torch.diag(torch.tensor([2.0, 2.0, 0.0])))
     tensor(2.)
@@ -93,6 +95,7 @@ def von_neumann_entropy(matrix: Tensor) -> Tensor:  # (..., m, n) -> (...)
         S = -tr(rho log rho),     rho = A^T A / tr(A^T A)
 
     Spec: M-SPE-3.
+    From von Neumann (1932), Mathematische Grundlagen der Quantenmechanik.
 
     >>> von_neumann_entropy(torch.eye(4))  # log 4
     tensor(1.3863)

@@ -5,7 +5,7 @@ function interpolate(xs, ys, x) { // piecewise linear in the order given
 }
 function advisorView(run) {
   const slider = el("input", { type: "range", id: "target-width", min: 0, max: 100, value: 50, "aria-label": "target width" }), shown = el("span", { class: "num", id: "target-value" }), advice = el("p", { id: "advice" });
-  const f = figure({ id: "advisor", title: "What scale gives the width you want?", subtitle: "width against a factor on the present scale, for the selected head", controls: el("div", { class: "scrub" }, el("label", { for: "target-width" }, "target width"), slider, shown),
+  const f = figure({ id: "advisor", title: "What scale gives the width you want?", subtitle: "mean width against a factor on the scale it has now, for the selected head", controls: el("div", { class: "scrub" }, el("label", { for: "target-width" }, "target width"), slider, shown),
     help: ["H(c * scale) was evaluated on evenly spaced rows for c from 1/4 to 4; the bias, if any, is not scaled. Dashed: the slope that theory gives at the present scale, dH / d log c = -Var(score), from the recorded variance.", "Line: mean over rows; band: 10 to 90 % of the rows. The recommended factor is where the line meets the target; its range comes from the band.", "Heuristic: the other layers adapt when the model is trained again, and the width is not a goal by itself."] });
   f.draw = () => {
     const curve = run.curves[SEEN.layer], h = SEEN.head;
@@ -21,7 +21,7 @@ function advisorView(run) {
       { name: "rows", kind: "band", x: curve.factors, lo, hi, colour: lineColour(0) }, { name: "width", kind: "line", label: "width", colour: lineColour(0), x: curve.factors, y: mean },
       { name: "theory: slope -Var(score)", kind: "line", dash: true, label: tangent.some(ok) ? "slope -Var" : "", colour: "var(--soft)", x: near, y: tangent },
       { name: "now", kind: "rule", at: { x: 1 }, label: "now", colour: "var(--soft)" }, { name: "target", kind: "rule", at: { y: target }, label: "target", colour: "var(--accent)" }] });
-    advice.textContent = ok(best) ? `Multiply the scale of ${place(SEEN.layer, h)} by ${fmt(best, 3)}${ends.length === 2 ? ` (80 % of the rows: ${fmt(ends[0], 3)} to ${fmt(ends[1], 3)})` : " (for part of the rows the target lies outside the measured range)"}: the present scale ${ok(curve.scale) ? fmt(curve.scale, 3) : ""} becomes ${ok(curve.scale) ? fmt(curve.scale * best, 3) : "that many times larger"}. Prediction from ${curve.rows} rows at step ${curve.step}, not a measured outcome.` : "The target lies outside the measured range of factors.";
+    advice.textContent = ok(best) ? `Multiply the scale of ${place(SEEN.layer, h)} by ${fmt(best, 3)}${ends.length === 2 ? ` (80 % of the rows: ${fmt(ends[0], 3)} to ${fmt(ends[1], 3)})` : " (for part of the rows the target lies outside the measured range)"}: ${!ok(curve.scale) ? "its scale differs from row to row (a policy, or scores that were seen after scaling), so each is multiplied" : curve.scale === 1 ? "the call itself has scale 1, so whatever was folded into its queries is multiplied" : `the scale of the call, ${fmt(curve.scale, 3)}, becomes ${fmt(curve.scale * best, 3)}`}. Prediction from ${curve.rows} rows at ${stepAt(run, curve.step)}, not a measured outcome.` : "The target lies outside the measured range of factors.";
   };
   slider.addEventListener("input", f.draw);
   followers.push(f.draw); redraws.push(f.draw);
@@ -55,7 +55,7 @@ function robustView(run) {
   f.draw = () => {
     const per = run.steps.map((_, t) => run.index.map(([l, h]) => run.at(SEEN.metric, l, h, t)).filter(ok).sort((a, b) => a - b));
     const trimmed = (v) => { const k = Math.floor(v.length / 5); return meanOf(v.slice(k, v.length - k)); };
-    xy(f, { height: 220, x: { label: "step", whole: true }, y: { label: METRICS[SEEN.metric].short }, series: [{ name: "mean", kind: "line", label: "mean", colour: lineColour(0), x: run.steps, y: per.map(meanOf) }, { name: "median", kind: "line", label: "median", colour: lineColour(1), x: run.steps, y: per.map((v) => quantile(v, 0.5)) }, { name: "trimmed mean", kind: "line", label: "trimmed", colour: lineColour(2), x: run.steps, y: per.map(trimmed) }] });
+    xy(f, { height: 220, x: { label: run.unit, whole: true }, y: { label: METRICS[SEEN.metric].short }, series: [{ name: "mean", kind: "line", label: "mean", colour: lineColour(0), x: run.steps, y: per.map(meanOf) }, { name: "median", kind: "line", label: "median", colour: lineColour(1), x: run.steps, y: per.map((v) => quantile(v, 0.5)) }, { name: "trimmed mean", kind: "line", label: "trimmed", colour: lineColour(2), x: run.steps, y: per.map(trimmed) }] });
     const missing = run.index.filter(([l, h]) => !run.line("normalized_entropy", l, h).some(ok)).length, holes = run.index.reduce((n, [l, h]) => n + run.line("normalized_entropy", l, h).filter((v) => !ok(v)).length, 0);
     facts.replaceChildren(el("li", {}, `${fmt(run.totals.rows)} rows stand behind the means; ${fmt(run.totals.single)} rows that see a single key were left out (their entropy is 0 by force), ${fmt(run.totals.nonfinite)} were not finite.`),
       el("li", {}, holes ? `${holes} of ${run.index.length * run.steps.length} cells have no value${missing ? `, ${missing} heads none at all` : ""}; they are drawn as crossed squares, never as zero.` : "No cell is missing."),
@@ -71,10 +71,10 @@ const FORMATS = [["bfloat16", 8], ["float16", 11], ["float32", 24]];
 const rounding = (score, bits) => (Math.abs(score) > 0 ? 2 ** (Math.floor(Math.log2(Math.abs(score))) - bits) : 0); // half a unit in the last place
 const moved = (radius) => 2 * Math.tanh(radius / 2);
 function roundingView(run) {
-  const f = figure({ id: "rounding", title: "How far can rounding move the weights?", subtitle: "certified bound on the change of a row's weights (l1, of at most 2), worst head of each step", help: ["|softmax(s + e) - softmax(s)|_1 <= 2 tanh(|e|_inf / 2), sharp; e is half a unit in the last place of the largest score, were the scores stored in that format.", "An upper bound from the largest positive score alone: the true change is smaller. Scores far below zero carry no weight.", "Worrying: above 0.1 in the format the model runs in; normalise query and key, cap the scores, or keep the scores in float32."] });
+  const f = figure({ id: "rounding", title: "How far can rounding move the weights?", subtitle: "certified bound on the change of a row's weights (l1, of at most 2), worst head of each " + run.unit, help: ["|softmax(s + e) - softmax(s)|_1 <= 2 tanh(|e|_inf / 2), sharp; e is half a unit in the last place of the largest score, were the scores stored in that format.", "An upper bound from the largest positive score alone: the true change is smaller. Scores far below zero carry no weight.", "Worrying: above 0.1 in the format the model runs in; normalise query and key, cap the scores, or keep the scores in float32."] });
   f.draw = () => {
     const top = run.steps.map((_, t) => (extent(run.index.map(([l, h]) => run.at("max_score", l, h, t))) || [NaN, NaN])[1]);
-    xy(f, { height: 220, why: "No largest score was recorded.", x: { label: "step", whole: true }, y: { label: "change of the weights", log: true }, series: FORMATS.map(([name, bits], i) => ({ name, kind: "line", label: name, colour: lineColour(i), x: run.steps, y: top.map((s) => (ok(s) ? moved(rounding(s, bits)) || NaN : NaN)) })) });
+    xy(f, { height: 220, why: "No largest score was recorded.", x: { label: run.unit, whole: true }, y: { label: "change of the weights", log: true }, series: FORMATS.map(([name, bits], i) => ({ name, kind: "line", label: name, colour: lineColour(i), x: run.steps, y: top.map((s) => (ok(s) ? moved(rounding(s, bits)) || NaN : NaN)) })) });
   };
   redraws.push(f.draw);
   return f;
@@ -93,17 +93,17 @@ function textsView(run) {
       return el("tr", {}, el("td", {}, clip(name, 60)), el("td", { class: "num" }, step), el("td", { class: "num" }, fmt(mean, 3)), el("td", {}, bar));
     }));
   };
-  f.body.append(el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "read"), el("th", { class: "num" }, "step"), el("th", { class: "num" }, "mean"), el("th", {}, "over the heads"))), body)));
-  f.table = () => [["read", "step", "mean", "p05", "p95"], ...rows()];
+  f.body.append(el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "read"), el("th", { class: "num" }, run.unit), el("th", { class: "num" }, "mean"), el("th", {}, "over the heads"))), body)));
+  f.table = () => [["read", run.unit, "mean", "p05", "p95"], ...rows()];
   f.read.remove();
   followers.push(f.draw); redraws.push(f.draw);
   return f;
 }
 function costView(run) {
   const o = run.overhead || {}, size = (b) => (b >= 2 ** 30 ? fmt(b / 2 ** 30, 3) + " GiB" : b >= 2 ** 20 ? fmt(b / 2 ** 20, 3) + " MiB" : fmt(b / 1024, 3) + " KiB");
-  const rows = [["time inside watch", ok(o.watch_s) ? fmt(o.watch_s, 3) + " s" : "not measured"], ["time of the run", ok(o.elapsed_s) ? fmt(o.elapsed_s, 3) + " s" : "not measured"], ["overhead", ok(o.fraction) ? fmt(o.fraction * 100, 3) + " % of the time outside watch" : "not measured"], ["steps observed", `${o.observed_steps ?? "?"} of ${o.steps ?? "?"}`], ["time for each of them", ok(o.watch_s) && o.observed_steps ? fmt((1000 * o.watch_s) / o.observed_steps, 3) + " ms" : "not measured"],
-    ["kept in memory", ok(o.record_bytes) ? size(o.record_bytes) : "not measured"], ["attention maps would have needed", ok(o.map_bytes) ? size(o.map_bytes) + " at the largest step (float32)" : "not measured"],
-    ["statistics for each step kept", ok(o.record_bytes) && o.observed_steps ? size(o.record_bytes / o.observed_steps) + `, whatever the length (${run.index.length} heads)` : "not measured"]];
+  const rows = [["time inside watch", ok(o.watch_s) ? fmt(o.watch_s, 3) + " s" : "not measured"], ["time of the run", ok(o.elapsed_s) ? fmt(o.elapsed_s, 3) + " s" : "not measured"], ["overhead", ok(o.fraction) ? fmt(o.fraction * 100, 3) + " % of the time outside watch" : "not measured"], [`${run.unit}s observed`, `${o.observed_steps ?? "?"} of ${o.steps ?? "?"}`], ["time for each of them", ok(o.watch_s) && o.observed_steps ? fmt((1000 * o.watch_s) / o.observed_steps, 3) + " ms" : "not measured"],
+    ["kept in memory", ok(o.record_bytes) ? size(o.record_bytes) : "not measured"], ["attention maps would have needed", ok(o.map_bytes) ? size(o.map_bytes) + ` at the largest ${run.unit} (float32)` : "not measured"],
+    [`statistics for each ${run.unit} kept`, ok(o.record_bytes) && o.observed_steps ? size(o.record_bytes / o.observed_steps) + `, whatever the length (${run.index.length} heads)` : "not measured"]];
   const f = figure({ id: "cost-figure", table: true, title: "What did watching cost?", subtitle: "measured in this run" });
   f.draw = () => {};
   f.table = () => rows;

@@ -8,11 +8,11 @@ function select(layer, head, focus) {
   if (focus) { const cell = document.getElementById(`cell-${layer}-${head}`); if (cell) cell.focus({ preventScroll: true }); }
 }
 function atlasView(run, other) {
-  const flags = run.flags || {};
+  const codes = (l, h) => (run.verdicts[`${l},${h}`] || { codes: [] }).codes;
   const metric = el("select", { id: "metric", "aria-label": "metric" }, Object.keys(METRICS).filter((m) => run.values[m]).map((m) => el("option", { value: m }, METRICS[m].label)));
   const scrub = el("input", { id: "step", type: "range", min: 0, max: Math.max(0, run.steps.length - 1), value: SEEN.step, "aria-label": "step" });
   const when = el("span", { id: "step-value", class: "num" });
-  const diff = other && el("button", { id: "difference", type: "button", "aria-pressed": String(SEEN.diff), onclick: () => { SEEN.diff = !SEEN.diff; diff.setAttribute("aria-pressed", String(SEEN.diff)); draw(); } }, "difference to the other run");
+  const diff = other && el("button", { id: "difference", type: "button", "aria-pressed": String(SEEN.diff), onclick: () => { SEEN.diff = !SEEN.diff; diff.setAttribute("aria-pressed", String(SEEN.diff)); draw(); } }, clip(`difference to ${other.title}`, 60));
   const holder = el("div", { class: "scroll" }), legend = el("span", { id: "legend" }), note = el("span", { class: "small soft" }), picked = el("div", { class: "picked", id: "picked", "aria-live": "polite" });
   const layers = run.sites.length, most = Math.max(1, ...run.sites.map((s) => s.heads));
   const read = (layer, head) => {
@@ -21,7 +21,7 @@ function atlasView(run, other) {
   };
   let cells = new Map();
   function describe(layer, head) {
-    const v = read(layer, head), marks = flags[`${layer},${head}`] || [];
+    const v = read(layer, head), marks = codes(layer, head);
     return `${place(layer, head)} at ${stepName(run, SEEN.step)}: ${METRICS[SEEN.metric].label} ${SEEN.diff ? "differs by " : ""}${fmt(v)}${marks.length ? " · " + marks.join(", ") : ""} · ${tail(run.sites[layer].name, 60)}`;
   }
   function colourer() {
@@ -36,7 +36,7 @@ function atlasView(run, other) {
     metric.value = SEEN.metric; scrub.value = SEEN.step; when.textContent = stepName(run, SEEN.step);
     const scale = colourer();
     legend.replaceChildren(colourScale(scale.lo, scale.hi, scale.colour, scale.signed));
-    note.textContent = METRICS[SEEN.metric].note + ". A corner mark is a finding.";
+    note.textContent = METRICS[SEEN.metric].note + ". A corner mark: the head needs a look.";
     const room = holder.clientWidth || 900, left = 56, right = 64;
     const cell = Math.max(14, Math.min(30, Math.floor((room - left - right) / most))), W = left + most * cell + right, top = 16, H = top + layers * cell + 18;
     const svg = sv("svg", { class: "cells", viewBox: `0 0 ${W} ${H}`, width: W, height: H, role: "grid", "aria-label": "head atlas" });
@@ -55,7 +55,7 @@ function atlasView(run, other) {
         rect.addEventListener("focus", () => { picked.textContent = describe(l, h); });
         svg.append(rect); cells.set(`${l},${h}`, rect);
         if (!ok(v)) svg.append(sv("path", { d: `M${x + 4} ${y + cell - 4}L${x + cell - 4} ${y + 4}`, stroke: "var(--soft)", "stroke-opacity": 0.4, "pointer-events": "none" }));
-        if (flags[`${l},${h}`]) svg.append(sv("path", { d: `M${x + cell - 1} ${y + 1}h-7l7 7z`, fill: "var(--paper)", stroke: "var(--error)", "stroke-width": 1.4, "pointer-events": "none" }));
+        if (codes(l, h).length) svg.append(sv("path", { d: `M${x + cell - 1} ${y + 1}h-7l7 7z`, fill: "var(--paper)", stroke: "var(--error)", "stroke-width": 1.4, "pointer-events": "none" }));
       }
       const mean = meanOf(Array.from({ length: heads }, (_, h) => read(l, h)));
       svg.append(sv("text", { class: "tick", x: left + most * cell + 8, y: y + cell / 2 + 4 }, ok(mean) ? fmt(mean, 3) : ""));
@@ -74,10 +74,10 @@ function atlasView(run, other) {
   }
   metric.addEventListener("change", () => { SEEN.metric = metric.value; state.metric = SEEN.metric; draw(); for (const f of followers) if (f !== draw) f(); writeHash(); });
   scrub.addEventListener("input", () => { SEEN.step = Number(scrub.value); state.step = run.steps[SEEN.step]; draw(); for (const f of stepFollowers) f(); writeHash(); });
-  const fig = figure({ id: "atlas-figure", title: "Which heads are unhealthy?", subtitle: `${run.index.length} head${run.index.length === 1 ? "" : "s"} in ${layers} layer${layers === 1 ? "" : "s"}, ${run.steps.length} recorded step${run.steps.length === 1 ? "" : "s"}`,
-    help: ["p(j|i) = exp(score_ij) / Z_i;  H = log Z - E[score];  width = exp(H).", "Each square is one head; arrow keys move, the figures below follow. The number at the right is the mean of the layer.", "Worrying: dark squares under entropy / log(visible) (one key), the brightest ones (no selection), largest scores above 50."] });
+  const fig = figure({ id: "atlas-figure", title: "Which heads need a look?", subtitle: `${run.index.length} head${run.index.length === 1 ? "" : "s"} in ${layers} layer${layers === 1 ? "" : "s"}, ${run.steps.length} recorded ${run.unit}${run.steps.length === 1 ? "" : "s"}`,
+    help: ["Each square is one head; arrow keys move, the figures below follow. The number at the right is the mean of the layer.", `Worrying: dark squares under H / log n (one key), the brightest ones (no selection), largest scores above ${run.thresholds.logit_warning}.`] });
   fig.table = () => [["layer", "head", "name", "step", SEEN.metric], ...run.index.map(([l, h]) => [l, h, run.sites[l].name, run.steps[SEEN.step], read(l, h)])];
-  fig.body.append(el("div", { class: "atlas" }, el("div", { class: "row" }, el("label", {}, "colour", metric), legend, el("div", { class: "scrub" }, el("label", { for: "step" }, "time"), scrub, when), diff), holder, picked, note));
+  fig.body.append(el("div", { class: "atlas" }, el("div", { class: "row" }, el("label", {}, "colour", metric), legend, el("div", { class: "scrub" }, el("label", { for: "step" }, run.frozen ? "input" : "time"), scrub, when), diff), holder, picked, note));
   fig.read.remove();
   followers.push(draw); redraws.push(draw);
   fig.draw = draw;

@@ -114,8 +114,12 @@ function buildIndex(sections) {
   const nav = el("nav", { class: "index", "aria-label": "sections" });
   const links = new Map();
   for (const s of sections) { const a = el("a", { href: "#" + s.id, onclick: (e) => { e.preventDefault(); s.node.scrollIntoView(); } }, s.short); links.set(s.node, a); nav.append(a); }
+  // where the first screen has room for an answer and not for a strip of links, the strip comes with the first scroll
+  const late = () => nav.classList.toggle("late", scrollY < 80);
+  addEventListener("scroll", late, { passive: true });
+  late();
   if (window.IntersectionObserver) {
-    const watcher = new IntersectionObserver((entries) => { for (const e of entries) if (e.isIntersecting) { for (const a of links.values()) a.classList.remove("here"); links.get(e.target).classList.add("here"); } }, { rootMargin: "-10% 0px -70% 0px" });
+    const watcher = new IntersectionObserver((entries) => { for (const e of entries) if (e.isIntersecting) { for (const a of links.values()) a.classList.remove("here"); const a = links.get(e.target); a.classList.add("here"); if (nav.scrollWidth > nav.clientWidth) nav.scrollTo({ left: a.offsetLeft - 24 }); } }, { rootMargin: "-10% 0px -70% 0px" });
     for (const s of sections) watcher.observe(s.node);
   }
   return nav;

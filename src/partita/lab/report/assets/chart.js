@@ -92,7 +92,7 @@ function xy(f, spec) {
       return;
     }
     const points = s.x.map((x, i) => ({ s, i, x, y: s.y[i], px: X(x), py: Y(s.y[i]) })).filter((p) => ok(p.x) && ok(p.y) && ok(p.px) && ok(p.py) && (s.aside ? inside(p.y, yd) : true));
-    if (s.kind === "dots") points.forEach((p) => svg.append(sv("circle", { cx: p.px, cy: p.py, r: s.r || 3.5, fill: Array.isArray(s.colours) ? s.colours[p.i] : colour, "fill-opacity": s.context ? 0.35 : 0.85 })));
+    if (s.kind === "dots") points.forEach((p) => svg.append(sv("circle", { cx: p.px, cy: p.py, r: s.r || 3.5, fill: Array.isArray(s.colours) ? s.colours[p.i] : colour, "fill-opacity": s.context ? 0.35 : 0.85, stroke: s.edge, "stroke-width": s.edge && 1.2 })));
     else {
       let d = "", lastIndex = -2;
       for (const p of points) { d += (p.i === lastIndex + 1 ? "L" : "M") + p.px.toFixed(1) + " " + p.py.toFixed(1); lastIndex = p.i; }

@@ -1,13 +1,13 @@
 // The record: packed numbers -> arrays. value(run, metric, head index, step index)
 const METRICS = {
-  normalized_entropy: { label: "entropy / log(visible)", short: "H / log n", domain: [0, 1], note: "1 is an average over all keys, 0 is one key" },
-  effective_width: { label: "effective width exp(H)", short: "width", note: "how many keys a row really uses" },
-  max_score: { label: "largest score", short: "max score", note: "above 50 half precision loses digits" },
-  log_partition: { label: "log Z", short: "log Z", note: "drifts when scores grow as a whole" },
-  score_variance: { label: "variance of the score under p", short: "variance", note: "how fast the entropy answers to the scale: dH/d log(scale) = -variance" },
-  sink_first: { label: "mass on key 0", short: "key 0", domain: [0, 1], note: "a sink parks attention there" },
+  normalized_entropy: { label: "H / log n, mean over rows", short: "mean H / log n", domain: [0, 1], note: "1 is an average over all keys, 0 is one key" },
+  effective_width: { label: "width exp(H), mean over rows", short: "mean width", note: "how many keys a row really uses" },
+  max_score: { label: "largest score of any row", short: "largest score", note: "the larger, the fewer digits half precision has left" },
+  log_partition: { label: "log Z, mean over rows", short: "mean log Z", note: "drifts when scores grow as a whole" },
+  score_variance: { label: "variance of the score, mean over rows", short: "mean variance", note: "how fast the entropy answers to the scale: dH/d log(scale) = -variance" },
+  sink_first: { label: "mass on key 0, mean over rows", short: "key 0", domain: [0, 1], note: "a sink parks attention there" },
   sink_top: { label: "mass on the strongest key", short: "strongest", domain: [0, 1], note: "the one key that gets most over all rows" },
-  top_mass: { label: "largest probability", short: "max p", domain: [0, 1], note: "mean over rows" },
+  top_mass: { label: "largest probability, mean over rows", short: "mean largest p", domain: [0, 1], note: "how sure a row is" },
 };
 function bytes(text) { const raw = atob(text), out = new Uint8Array(raw.length); for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i); return out; }
 async function inflate(text) {
@@ -41,5 +41,8 @@ function domainOf(run, metric) {
   return range ? (range[0] === range[1] ? [range[0] - 0.5, range[1] + 0.5] : range) : [0, 1];
 }
 // a step may carry the name of what was read there
-const stepName = (run, t) => { const name = ((run.provenance || {}).step_names || {})[run.steps[t]]; return "step " + (run.steps.length ? run.steps[t] : "none") + (name ? ` (${clip(name, 40)})` : ""); };
+const stepAt = (run, step) => { const name = ((run.provenance || {}).step_names || {})[step]; return `${run.unit} ${step ?? "none"}${name ? ` (${clip(name, 40)})` : ""}`; };
+const stepName = (run, t) => stepAt(run, run.steps[t]);
+// a curve needs three points; fewer are said
+const few = (run, what, steps, values) => `${what} was seen at ${steps.length === 1 ? "one " + run.unit : `${steps.length} ${run.unit}s`}, which is no curve: ${values.map((v) => fmt(v, 4)).join(", ")}.`;
 const place = (layer, head) => `layer ${layer} head ${head}`;

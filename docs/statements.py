@@ -1,0 +1,190 @@
+"""Write docs/statements.md: every statement (M-...) with the code, the tests, the studies and the errata that cite it.
+
+    python docs/statements.py
+
+The statements are those of docs/statements.toml. Who cites them is read from the sources, not by importing them: a
+function or class by its docstring or body, a test by the docstring of the test function, where stands what would fail
+if the statement were false; a study by its `ids`, an erratum by its `spec`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+CITED = re.compile(r"\b(M-[A-Z]+-)(\d+)(?:(?:\.\.| to M-[A-Z]+-)(\d+))?\b")
+GROUPS = {
+    "GIB": "The law of a row",
+    "ENT": "Entropy",
+    "DER": "Derivatives",
+    "LOSS": "Losses",
+    "GEO": "Geometry of the simplex",
+    "NCE": "Noise-contrastive estimation",
+    "INC": "InfoNCE",
+    "TMP": "Temperature",
+    "ATT": "Attention",
+    "SCL": "Scale policies",
+    "ROB": "Noise and attacks",
+    "INF": "Information",
+    "SPE": "Spectra",
+    "SPA": "Sparse and hard choices",
+    "RMK": "Remarks",
+}
+HEAD = """# Statements
+
+What the ids in docstrings, tests, studies and errata mean. Each statement stands here in full, with its conditions;
+under it, what computes it and what would fail if it were false. Letters: s raw scores, z = scale * s + bias logits,
+p = softmax(z), Z its normaliser, H entropy in nats, n the keys a row sees, d the dimension of its scores, J = diag(p) -
+p p^T, T a temperature, q and k queries and keys, v values and o their mean; x^T is a transpose, kron a Kronecker
+product.
+
+This page is written by `python docs/statements.py` from `docs/statements.toml` and the sources.
+"""
+
+
+class Sources(NamedTuple):
+    """Who cites each statement, by kind, in the order of the files."""
+
+    code: dict[str, list[str]]
+    tests: dict[str, list[str]]
+    studies: dict[str, list[str]]
+    errata: dict[str, list[str]]
+
+
+def ids(text: str) -> set[str]:
+    """The ids a text names; M-DER-2..4 and M-DER-2 to M-DER-4 name three."""
+    return {
+        f"{group}{number}"
+        for group, first, last in CITED.findall(text)
+        for number in range(int(first), int(last or first) + 1)
+    }
+
+
+def statements() -> dict[str, dict[str, str]]:
+    """Title and full text of each statement by its id, and in `code` what computes it without naming it."""
+    return tomllib.loads((ROOT / "docs" / "statements.toml").read_text(encoding="utf-8"))
+
+
+def definitions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Every function and class with its dotted name, innermost last."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{inside}.{node.name}" if inside else node.name
+            yield name, node
+            yield from definitions(node, name)
+        else:
+            yield from definitions(node, inside)
+
+
+def cited_in_tests(source: str) -> dict[str, set[str]]:
+    """The ids that the docstring of each test function names: an id in its body may be an example."""
+    return {
+        name: ids(ast.get_docstring(node) or "")
+        for name, node in definitions(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def cited_in_code(source: str) -> dict[str, set[str]]:
+    """The ids in each function or class, its own and not those of what it contains; "" is the file outside of them."""
+    lines = source.splitlines()
+    owner = [""] * len(lines)
+    for name, node in definitions(ast.parse(source)):
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for at in range(node.lineno - 1, node.end_lineno or node.lineno):
+            owner[at] = name
+    found: dict[str, set[str]] = {}
+    for name, line in zip(owner, lines, strict=True):
+        if named := ids(line):
+            found.setdefault(name, set()).update(named)
+    return found
+
+
+def rows_of_errata(source: str) -> Iterator[tuple[str, set[str]]]:
+    """Label and ids of each @book.add(where, ..., spec=...)."""
+    book = re.search(r'^book = Book\("(\w+)"\)', source, re.MULTILINE)
+    for _, node in definitions(ast.parse(source)):
+        for call in getattr(node, "decorator_list", []):
+            if book and isinstance(call, ast.Call) and ast.unparse(call.func) == "book.add":
+                (spec,) = (ast.literal_eval(k.value) for k in call.keywords if k.arg == "spec")
+                yield f"{book[1]} {ast.literal_eval(call.args[0])}", ids(spec)
+
+
+def sources() -> Sources:
+    """Read everything under src and tests."""
+    found = Sources({}, {}, {}, {})
+    for each, statement in statements().items():
+        if "code" in statement:
+            found.code[each] = statement["code"].split()
+
+    def note(kind: dict[str, list[str]], named: set[str], name: str) -> None:
+        for each in named:
+            names = kind.setdefault(each, [])
+            if name not in names:
+                names.append(name)
+
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        if ".lab.experiments." in module:
+            if "\nEXPERIMENT = " in text:
+                note(found.studies, ids(text[text.index("\nEXPERIMENT = ") :]), path.stem)
+            continue
+        if ".theory.errata." in module:
+            for label, named in rows_of_errata(text):
+                note(found.errata, named, label)
+            continue
+        for name, named in cited_in_code(text).items():
+            note(found.code, named, f"{module}.{name}" if name else module)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        where = path.relative_to(ROOT).as_posix()
+        for name, named in cited_in_tests(path.read_text(encoding="utf-8")).items():
+            note(found.tests, named, f"{where}::{name}")
+    return found
+
+
+def page() -> str:
+    """The text of docs/statements.md."""
+    found = sources()
+    parts, group = [HEAD], ""
+    for each, statement in statements().items():
+        if each.split("-")[1] != group:
+            group = each.split("-")[1]
+            parts.append(f"## {GROUPS[group]}\n")
+        parts.append(f"### {each}\n\n**{_capital(statement['title'])}.** {_plain(statement['states'])}\n")
+        # a file that cites an id above its functions is named only if none of its functions is
+        code = [name for name in found.code.get(each, []) if not _stands_for(name, found.code[each])]
+        parts.append(f"- code: {_listed(code) or 'none'}")
+        parts.append(f"- tests: {_listed(found.tests.get(each, [])) or 'none'}")
+        if each in found.studies:
+            parts.append(f"- studies: {_listed(found.studies[each])}")
+        if each in found.errata:
+            parts.append(f"- errata: {', '.join(found.errata[each])}")
+        parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _stands_for(module: str, names: list[str]) -> bool:
+    return any(name.startswith(module + ".") for name in names if name != module)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _capital(text: str) -> str:
+    return _plain(text[0].upper() + text[1:])
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"([*_<|\[\]])", r"\\\1", text)
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "statements.md").write_text(page(), encoding="utf-8")

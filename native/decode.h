@@ -1,0 +1,71 @@
+// One or two rows against many keys, as in decoding: keys and values are read once, as they lie. To pack them, as for a
+// register block of rows, would cost more than the products.
+//
+//   s[j] = <query, key_j>    c = keep c + sum_j e_j value_j
+#pragma once
+#include "exp.h"
+#include "packing.h"
+
+namespace partita {
+namespace PARTITA_ISA {
+
+constexpr int64_t FEW = 2, FEW_DIM = 512;
+
+// Numbers of a query as `score_few` reads it: whole vectors, then its last W numbers with 0 for those that came before.
+template <class A>
+inline void spread_query(const A* packed, int64_t step, int64_t D, A* to) {
+  constexpr int W = Vec<A>::W;
+  const int64_t whole = D / W * W;
+  for (int64_t k = 0; k < whole; ++k) to[k] = packed[k * step];
+  for (int64_t k = D - W; k < D && whole < D; ++k) to[whole + k - (D - W)] = k < whole ? A(0) : packed[k * step];
+}
+
+// s[j] for keys first + j, j < n, n a multiple of W; past `end` the last key is repeated. D is at least W.
+template <class A>
+inline void score_few(const A* query, int64_t D, const Rows& keys, int64_t first, int64_t n, int64_t end, A* s) {
+  using V = Vec<A>;
+  const A* data = reinterpret_cast<const A*>(keys.data);
+  const int64_t whole = D / V::W * V::W;
+  for (int64_t j = 0; j < n; j += V::W)
+    V::store(s + j, fold<A, true>([&](int i) {
+               const int64_t key = first + j + i;
+               const A* row = data + (key < end ? key : end - 1) * keys.row;
+               typename V::T sum = V::mul(V::load(query), V::load(row));
+               for (int64_t k = V::W; k < whole; k += V::W) sum = V::fma(V::load(query + k), V::load(row + k), sum);
+               if (whole < D) sum = V::fma(V::load(query + whole), V::load(row + D - V::W), sum);
+               return sum;
+             }));
+}
+
+// N vectors of the values of n keys, in two chains each: one alone would wait for its own sums.
+template <class A, int N>
+PARTITA_INLINE void add_columns_few(int64_t n, const A* e, const A* value, int64_t ld, A* c, A keep) {
+  using V = Vec<A>;
+  typename V::T even[N], odd[N];
+#pragma GCC unroll 4
+  for (int v = 0; v < N; ++v) even[v] = odd[v] = V::set(0);
+  int64_t j = 0;
+  for (; j + 2 <= n; j += 2, value += 2 * ld) {
+    const typename V::T x = V::set(e[j]), y = V::set(e[j + 1]);
+#pragma GCC unroll 4
+    for (int v = 0; v < N; ++v) {
+      even[v] = V::fma(x, V::load(value + v * V::W), even[v]);
+      odd[v] = V::fma(y, V::load(value + ld + v * V::W), odd[v]);
+    }
+  }
+  for (int v = 0; v < N; ++v) {
+    if (j < n) even[v] = V::fma(V::set(e[j]), V::load(value + v * V::W), even[v]);
+    V::store(c + v * V::W, V::fma(V::set(keep), V::load(c + v * V::W), V::add(even[v], odd[v])));
+  }
+}
+
+template <class A>
+inline void accumulate_few(int64_t n, const A* e, const A* value, int64_t ld, int64_t width, A* c, A keep) {
+  constexpr int W = Vec<A>::W;
+  int64_t v = 0;
+  for (; v + 4 * W <= width; v += 4 * W) add_columns_few<A, 4>(n, e, value + v, ld, c + v, keep);
+  for (; v < width; v += W) add_columns_few<A, 1>(n, e, value + v, ld, c + v, keep);
+}
+
+}  // namespace PARTITA_ISA
+}  // namespace partita

@@ -1,0 +1,25 @@
+// Cutting a call into tasks. Compiled once, for every instruction set.
+#pragma once
+#include <vector>
+
+#include "interface.h"
+
+namespace partita {
+
+struct Storage {
+  std::vector<int64_t> entries, begin;
+  std::vector<Task> task;
+  std::vector<Wave> wave;
+  std::vector<Merge> merge;
+};
+
+struct BackwardStorage {
+  std::vector<int64_t> entries, entry_begin, begin;
+  std::vector<Patch> patch;
+};
+
+BackwardPlan make_backward_plan(const PartitaProblem& p, const PartitaGradients& g, const Tuning& tuning, BackwardStorage& storage);
+
+Plan make_plan(const PartitaProblem& p, const Tuning& tuning, Storage& storage);
+
+}  // namespace partita

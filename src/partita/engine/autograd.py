@@ -1,0 +1,375 @@
+"""The pass as two torch operators, and its first and second derivatives, for autograd and torch.func alike.
+
+    Pass        row sums, statistics and mean value; derivatives at constant peak
+    Gradients   the gradients of a pass; itself differentiable once, tile by tile
+
+The operators `partita::reduce` and `partita::reduce_backward` hide the backend, so that torch.compile sees one node and
+a profiler one name; where nobody looks they are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from partita.engine import backends
+from partita.engine.backends import tiled
+from partita.engine.request import Request
+from partita.engine.state import Stats, raw_gradients
+from partita.engine.sums import OPERANDS, Sums, Upstream
+from partita.engine.terms import pack, unpack
+from partita.precision import no_autocast
+
+__all__ = ["Pass", "Plan", "backward", "forward", "reduce"]
+
+_ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the operands in `Gradients`
+_ABSENT = 0  # the size of an output that was not asked for: an operator has no optional results
+
+
+def forward(request: Request, backend: str = "") -> Sums:
+    """The pass by a backend, without a graph."""
+    with no_autocast(request.query), torch.no_grad():
+        return backends.choose(request, backend).forward(request)
+
+
+def backward(
+    request: Request, peak: Tensor, upstream: Upstream, needs: Sequence[bool], backend: str = ""
+) -> dict[str, Tensor]:
+    """Gradients of the operands that need one, by their names, in the accumulation dtype; without a graph."""
+    with no_autocast(request.query), torch.no_grad():
+        return backends.choose(request, backend).backward(request, peak, upstream, needs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a request is no tensor, and so does not change under transformations."""
+
+    layout: list[int]  # of the support's terms
+    softcap: float | None
+    cap_bias: bool
+    rank: bool
+    statistics: bool
+    mean: bool
+    backend: str  # "": chosen when the pass runs, since it is not known while tracing
+
+    @staticmethod
+    def of(request: Request, backend: str) -> tuple[Plan, tuple[Tensor | None, ...]]:
+        """The plan, and all tensors of the request."""
+        support, layout = pack(request.terms)
+        r = request
+        plan = Plan(layout, r.softcap, r.cap_bias, r.rank, r.statistics, r.mean, backend)
+        return plan, (r.query, r.key, r.value, r.scale, r.bias, r.target, *support)
+
+    def options(self) -> tuple[list[int], float | None, bool, bool, bool, bool, str]:
+        return self.layout, self.softcap, self.cap_bias, self.rank, self.statistics, self.mean, self.backend
+
+    def request(self, tensors: Sequence[Tensor | None]) -> Request:
+        """The request these tensors belong to."""
+        query, key, value, scale, bias, target, *support = tensors
+        terms = unpack([t for t in support if t is not None], self.layout)
+        assert query is not None
+        assert key is not None
+        assert scale is not None
+        return Request(
+            query, key, value, scale, bias, target, terms, self.softcap, self.cap_bias,
+            rank=self.rank, statistics=self.statistics, mean=self.mean,
+        )  # fmt: skip
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _flat(sums: Sums) -> tuple[Tensor, ...]:
+    """The fields of the sums, for an operator: an absent one is empty."""
+    none = sums.mass.new_empty(_ABSENT)
+    # in float64: a backend that works in other units must find the very peak again that its sums are relative to
+    peak = sums.peak.double()
+    out = (none.clone() if x is None else x.contiguous() for x in sums[1:9])
+    rank = none.clone().long() if sums.rank is None else sums.rank
+    return peak, *out, rank
+
+
+def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
+    """The same record again."""
+    peak, mass, count, first, spread, statistics, moment, mean, score, rank = out
+    there = request.statistics
+    valued, aimed = request.value is not None, request.target is not None
+    return Sums(
+        peak,
+        mass,
+        count,
+        first if there else None,
+        spread if there else None,
+        statistics if there else None,
+        moment if valued and not request.mean else None,
+        mean if valued and request.mean else None,
+        score if aimed else None,
+        rank if aimed and request.rank else None,
+        node,
+    )
+
+
+@library.custom_op("partita::reduce", mutates_args=())
+def reduce(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    support: Sequence[Tensor],
+    layout: Sequence[int],
+    softcap: float | None,
+    cap_bias: bool,
+    rank: bool,
+    statistics: bool,
+    mean: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    plan = Plan(list(layout), softcap, cap_bias, rank, statistics, mean, backend)
+    request = plan.request((query, key, value, scale, bias, target, *support))
+    return _flat(forward(request, backend))  # type: ignore[return-value]
+
+
+@reduce.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    support: Sequence[Tensor],
+    layout: Sequence[int],
+    softcap: float | None,
+    cap_bias: bool,
+    rank: bool,
+    statistics: bool,
+    mean: bool,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    plan = Plan(list(layout), softcap, cap_bias, rank, statistics, mean, backend)
+    request = plan.request((query, key, value, scale, bias, target, *support))
+    rows = (*request.batch, request.n_query)
+
+    def row(there: bool = True, dtype: torch.dtype = request.dtype) -> Tensor:
+        return query.new_empty(rows if there else (_ABSENT,), dtype=dtype)
+
+    def several(there: bool, shape: tuple[int, ...]) -> Tensor:
+        return query.new_empty(shape if there else (_ABSENT,), dtype=request.dtype)
+
+    values = (*rows, 0 if value is None else value.shape[-1])
+    return (
+        row(dtype=torch.float64),
+        row(),
+        row(),
+        row(statistics),
+        row(statistics),
+        several(statistics, (5, *rows)),
+        several(value is not None and not mean, values),
+        several(value is not None and mean, values),
+        row(target is not None),
+        row(target is not None and rank, torch.int64),
+    )
+
+
+@library.custom_op("partita::reduce_backward", mutates_args=())
+def reduce_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    support: Sequence[Tensor],
+    peak: Tensor,
+    g_mass: Tensor,
+    g_first: Tensor | None,
+    g_second: Tensor | None,
+    g_moment: Tensor | None,
+    g_target: Tensor | None,
+    layout: Sequence[int],
+    softcap: float | None,
+    cap_bias: bool,
+    statistics: bool,
+    backend: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    plan = Plan(list(layout), softcap, cap_bias, False, statistics, False, backend)
+    tensors = (query, key, value, scale, bias, target, *support)
+    return _wanted(plan, tensors, (peak, g_mass, g_first, g_second, g_moment, g_target), needs)
+
+
+@reduce_backward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    support: Sequence[Tensor],
+    peak: Tensor,
+    g_mass: Tensor,
+    g_first: Tensor | None,
+    g_second: Tensor | None,
+    g_moment: Tensor | None,
+    g_target: Tensor | None,
+    layout: Sequence[int],
+    softcap: float | None,
+    cap_bias: bool,
+    statistics: bool,
+    backend: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    given = (query, key, value, scale, bias)
+    return [t.new_empty(t.shape) for t, needed in zip(given, needs, strict=True) if needed and t is not None]
+
+
+def _wanted(
+    plan: Plan, tensors: Sequence[Tensor | None], rows: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor]:
+    """The gradients that are needed, each in the dtype of its operand."""
+    request = plan.request(tensors)
+    peak, mass, first, second, moment, target = rows
+    assert peak is not None
+    assert mass is not None
+    g = Upstream.over((*request.batch, request.n_query), mass, first, second, moment, target)
+    total = backward(request, peak, g, tuple(needs), plan.backend)
+    return [
+        total[name].to(t.dtype)
+        for name, t in zip(OPERANDS, tensors[:5], strict=True)
+        if name in total and t is not None
+    ]
+
+
+# ---- derivatives ----------------------------------------------------------------------------------------------------
+
+
+class Pass(torch.autograd.Function):
+    """All results of a pass; `known` holds them already where nobody looks at operators."""
+
+    @staticmethod
+    def forward(plan: Plan, request: Request | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        if request is not None:
+            return _flat(forward(request, plan.backend))
+        query, key, value, scale, bias, target, *support = tensors
+        out: tuple[Tensor, ...] = reduce(query, key, value, scale, bias, target, support, *plan.options())
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.plan, request, *tensors = inputs
+        ctx.seen = request is None  # operators are looked at
+        peak, mass, count, first, spread, _, _, mean, _, rank = output
+        ctx.mark_non_differentiable(peak, count, rank)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan = ctx.plan
+        *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
+        _, g_mass, _, g_first, g_spread, g_stats, g_moment, g_mean, g_target, _ = grads
+        none: list[Tensor | None] = [None] * (len(tensors) + 2)
+        if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target)):
+            return tuple(none)
+        by_name = {} if g_stats is None else dict(zip(Stats._fields, g_stats.unbind(), strict=False))
+        raw = raw_gradients(
+            mass,
+            first if plan.statistics else None,
+            spread if plan.statistics else None,
+            mean,
+            g_mass=g_mass,
+            g_first=g_first if plan.statistics else None,
+            g_spread=g_spread if plan.statistics else None,
+            g_mean=g_mean if plan.mean else None,
+            g_log_partition=by_name.get("log_partition"),
+            g_entropy=by_name.get("entropy"),
+            g_mean_score=by_name.get("mean_score"),
+            g_variance=by_name.get("score_variance"),
+        )
+        moment = raw.moment if plan.mean else g_moment
+        moment = None if tensors[2] is None else moment
+        target = None if tensors[5] is None else g_target
+        needs = [t is not None and ctx.needs_input_grad[2 + i] for i, t in enumerate(tensors[:5])]
+        given = (*tensors, peak, raw.mass, raw.first, raw.second, moment, target)
+        if torch.compiler.is_compiling():  # a compiled graph has no second derivative
+            found = _gradients(plan, needs, True, *given)
+        else:
+            found = Gradients.apply(plan, needs, ctx.seen, *given)  # type: ignore[no-untyped-call]
+        rest = iter(found)
+        for i, needed in enumerate(needs):
+            none[2 + i] = next(rest) if needed else None
+        return tuple(none)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], plan: Plan, request: Request | None, *tensors: Tensor | None
+    ) -> tuple[Any, Any]:
+        moved = [_batched(t, d) for t, d in zip(tensors, in_dims[2:], strict=True)]
+        out = list(Pass.apply(plan, None, *moved))  # type: ignore[no-untyped-call]
+        out[5] = out[5].movedim(0, 1) if out[5].dim() > 1 else out[5]  # statistics: the mapped dimension first here too
+        return tuple(out), tuple(None if t.dim() == 1 and t.shape[0] == 0 else 0 for t in out)
+
+
+def _batched(tensor: Tensor | None, dim: int | None, size: int | None = None) -> Tensor | None:
+    """The mapped dimension first; a tensor without one broadcasts, or is spread to `size`."""
+    if tensor is None:
+        return None
+    if dim is not None:
+        return tensor.movedim(dim, 0)
+    return tensor.unsqueeze(0) if size is None else tensor.unsqueeze(0).expand(size, *tensor.shape)
+
+
+def _gradients(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    given, rows = tensors[:-_ROWS], tensors[-_ROWS:]
+    if not seen:
+        return tuple(_wanted(plan, given, rows, needs))
+    query, key, value, scale, bias, target, *support = given
+    options = (plan.layout, plan.softcap, plan.cap_bias, plan.statistics, plan.backend)
+    return tuple(reduce_backward(query, key, value, scale, bias, target, support, *rows, *options, needs))
+
+
+class Gradients(torch.autograd.Function):
+    """Gradients of the operands that need one; itself differentiable once."""
+
+    @staticmethod
+    def forward(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return _gradients(plan, needs, seen, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.plan, ctx.needs, _, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        request = replace(ctx.plan.request(tensors[:-_ROWS]), rank=False, mean=False)
+        peak, *given = tensors[-_ROWS:]
+        g = Upstream.over((*request.batch, request.n_query), *given)
+        names = [name for name, needed in zip(OPERANDS, ctx.needs, strict=True) if needed]
+        wanted = {name: grad.to(request.dtype) for name, grad in zip(names, above, strict=True)}
+        operands, rows = tiled.second_order(request, peak, g, wanted)
+        out: list[Tensor | None] = [None] * len(tensors)
+        for i, name in enumerate(OPERANDS):
+            if name in operands and tensors[i] is not None:
+                out[i] = operands[name].to(tensors[i].dtype)
+        for i, name in enumerate(("mass", "first", "second", "moment", "target")):
+            if given[i] is not None and name in rows:
+                out[len(tensors) - _ROWS + 1 + i] = rows[name].sum_to_size(given[i].shape)
+        return (None, None, None, *out)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None
+    ) -> tuple[Any, Any]:
+        size = info.batch_size
+        moved = [_batched(t, d, size) for t, d in zip(tensors, in_dims[3:], strict=True)]
+        out = Gradients.apply(plan, needs, True, *moved)  # type: ignore[no-untyped-call]
+        return out, tuple(0 for _ in out)

@@ -1,0 +1,254 @@
+"""Backend: the C++ library, on CPU tensors.
+
+Says which requests it serves, hands over their operands, and gives the tiled backend what came out not finite: a nan in
+a masked place may have leaked there (0 * nan), and only the careful backend can tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from partita._checks import broadcast
+from partita.engine.backends import tiled
+from partita.engine.backends.native import losses, reduce
+from partita.engine.backends.native.library import why_not as why_not_loaded
+from partita.engine.backends.protocol import Backend, BothWays
+from partita.engine.request import Request
+from partita.engine.state import Stats
+from partita.engine.sums import Sums, Upstream
+from partita.engine.terms import Term, window_mask
+
+__all__ = ["BACKEND", "backward", "forward", "why_not"]
+
+_LARGEST_MASK = 1 << 25  # bytes; a union of supports up to this size is written out
+_OPERANDS = ("query", "key", "value", "scale", "bias")
+
+
+def why_not(request: Request) -> str | None:
+    """None, or why the native library cannot serve this request."""
+    if request.query.device.type != "cpu":
+        return f"it serves CPU tensors, these are on {request.query.device}"
+    if len(request.terms) > 1 and _union_bytes(request) > _LARGEST_MASK:
+        return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
+    if request.cap_bias and request.softcap is not None and request.bias is not None:
+        return "it adds a bias after the softcap, not before"
+    return why_not_loaded()
+
+
+def _union_bytes(request: Request) -> int:
+    """The size of the mask that says what any of the terms shows."""
+    rows = [t for term in request.terms for t in (term.start, term.stop, term.query_segment, term.key_segment)]
+    shapes = [t.shape[:-1] for t in rows if t is not None]
+    shapes += [term.mask.shape[:-2] for term in request.terms if term.mask is not None]
+    return math.prod(broadcast(*shapes)) * request.n_query * request.n_key
+
+
+def _terms(request: Request) -> tuple[Term, ...]:
+    """What the library knows: at most one term, with segment ids in int32; large ids are relabelled by their rank."""
+    if len(request.terms) > 1:
+        whole = slice(0, request.n_query), slice(0, request.n_key)
+        shown = window_mask(request.terms, *whole, request.query.device)
+        if shown is None:
+            return ()
+        lead = [1] * (request.query.dim() - shown.dim())
+        return (Term(mask=shown.view(*lead, *shown.shape)),)
+    terms = []
+    for term in request.terms:
+        query, key = term.query_segment, term.key_segment
+        if query is not None and key is not None:
+            if not (_small(query) and _small(key)):
+                labels = torch.unique(torch.cat([query.reshape(-1), key.reshape(-1)]))
+                query, key = torch.searchsorted(labels, query), torch.searchsorted(labels, key)
+            term = replace(term, query_segment=query.to(torch.int32), key_segment=key.to(torch.int32))
+        terms.append(term)
+    return tuple(terms)
+
+
+def _small(ids: Tensor) -> bool:
+    limit = torch.iinfo(torch.int32)
+    return not ids.numel() or (int(ids.min()) >= limit.min and int(ids.max()) <= limit.max)
+
+
+def forward(request: Request) -> Sums:
+    found = reduce.reduce(
+        request.query,
+        request.key,
+        request.value,
+        request.scale,
+        request.bias,
+        request.target,
+        _terms(request),
+        request.softcap,
+        moments=request.statistics,
+        rank=request.rank,
+        mean=request.mean,
+        as_query=request.as_query,
+        last=request.last,
+    )
+    if found is None:
+        return tiled.forward(request)
+    moment, mean = (None, found.moment) if request.mean else (found.moment, None)
+    return Sums(
+        found.peak, found.mass, found[5], found.first, found.spread, found.stats, moment, mean,
+        found.target_score, found.rank,
+    )  # fmt: skip
+
+
+def statistics_of(found: reduce.Sums) -> Stats | None:
+    if found.stats is None:
+        return None
+    log_partition, entropy, mean, variance, top = found.stats.unbind()
+    return Stats(log_partition, entropy, mean, variance, top, found[5])
+
+
+def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+    query, key, value, scale, bias = needs
+    found = reduce.reduce_backward(
+        request.query,
+        request.key,
+        request.value,
+        request.scale,
+        request.bias,
+        request.target,
+        _terms(request),
+        request.softcap,
+        peak,
+        g.mass,
+        g.first,
+        g.second,
+        g.moment,
+        g.target,
+        (query, key, value, scale, bias),
+    )
+    if found is None:
+        return tiled.backward(request, peak, g, needs)
+    pairs = zip(_OPERANDS, found, strict=True)
+    return {name: grad for name, grad in pairs if grad is not None}
+
+
+# ---- kernels of its own ---------------------------------------------------------------------------------------------
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, statistics: bool
+) -> tuple[Tensor, Stats | None] | None:
+    """Plain attention; None where something is unusual or not finite."""
+    if not _usual(query, key, value) or why_not_loaded() is not None or not math.isfinite(scale):
+        return None
+    groups = query.shape[-3] // key.shape[-3]
+    if groups > 1:  # one more batch dimension, in which keys and values are shared
+        query = query.unflatten(-3, (-1, groups))
+        key, value = key.unsqueeze(-3), value.unsqueeze(-3)
+    batch, n_query = query.shape[:-2], query.shape[-2]
+    terms: tuple[Term, ...] = ()
+    if causal:
+        stop = torch.arange(1, n_query + 1, dtype=torch.int32, device="cpu").view(*[1] * len(batch), n_query)
+        terms = (Term(stop=stop),)
+    sharp = torch.full((1,) * (len(batch) + 1), scale, dtype=query.dtype, device="cpu")
+    given = (query, key, value, sharp, None, None, terms, None)
+    found = reduce.reduce(*given, moments=statistics, rank=False, mean=True, as_query=True, last=True)
+    if found is None or found.moment is None:
+        return None
+    mean, stats = found.moment, statistics_of(found)
+    if groups > 1:
+        mean = mean.flatten(-4, -3)
+        stats = None if stats is None else Stats(*(t.flatten(-3, -2) for t in stats))
+    return mean, stats
+
+
+def _usual(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Float CPU tensors with a head dimension, equal batch dimensions, and heads that key heads divide."""
+    dims, dtype = query.dim(), query.dtype
+    if dims < 3 or key.dim() != dims or value.dim() != dims or dtype not in (torch.float32, torch.float64):
+        return False
+    if key.dtype != dtype or value.dtype != dtype or not (query.is_cpu and key.is_cpu and value.is_cpu):
+        return False
+    (*lead, heads, n_query, dim), (*key_lead, key_heads, n_key, key_dim) = query.shape, key.shape
+    return (
+        lead == key_lead
+        and value.shape[:-1] == key.shape[:-1]
+        and key_dim == dim
+        and min(key_heads, n_query, n_key, dim, value.shape[-1], *lead) > 0
+        and heads % key_heads == 0
+    )
+
+
+def weighted_nll(request: Request, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """nll of every row of a classifier, and the gradients of their weighted sum; None where that has no kernel."""
+    r = request
+    flat = r.query.dim() == 2 and not r.terms and r.softcap is None and r.target is not None and r.target.dim() == 1
+    if (
+        not flat
+        or r.query.dtype not in (torch.float32, torch.float64)
+        or (r.bias is not None and r.bias.shape[-2] != 1)
+    ):
+        return None
+    need_query, need_key, _, need_scale, need_bias = needs
+    assert r.target is not None
+    bias = None if r.bias is None else r.bias[0].to(r.dtype).expand(r.n_key).contiguous()
+    rows = weight.expand(r.n_query).contiguous()
+    wanted = (need_query, need_key, need_bias, need_scale)
+    found = losses.linear_cross_entropy(
+        r.query, r.key, bias, r.target.contiguous(), r.scale, rows, None, None, needs=wanted
+    )
+    if found is None:
+        return None
+    sums, made = found
+    grads: dict[str, Tensor] = {}
+    if made.input is not None:
+        grads["query"] = made.input
+    if made.weight is not None:
+        grads["key"] = made.weight
+    if made.scale is not None:
+        grads["scale"] = made.scale.sum_to_size(r.scale.shape)
+    if made.bias is not None and r.bias is not None:
+        grads["bias"] = made.bias[None].sum_to_size(r.bias.shape).to(r.bias.dtype)
+    return sums.mass.log() + (sums.peak - sums.target_score), grads
+
+
+def both_ways(request: Request) -> tuple[Sums, Sums] | None:
+    """Row and column sums of one product, and the scores of the diagonal."""
+    if request.query.dtype not in (torch.float32, torch.float64):
+        return None
+    found = losses.reduce_both(request.query, request.key, request.scale, request.target)
+    if found is None:
+        return None
+    rows, columns = found
+    assert columns.mass is not None
+    score = rows.target_score
+    return (
+        Sums(rows.peak, rows.mass, rows[5], target_score=score),
+        Sums(columns.peak, columns.mass, rows[5], target_score=score),
+    )
+
+
+def both_ways_backward(
+    request: Request, sums: Sequence[Tensor], g: Sequence[Tensor], needs: Sequence[bool]
+) -> dict[str, Tensor] | None:
+    """Gradients of both nlls: the scores once more, then one product for each side."""
+    peak, mass, column_peak, column_mass = sums
+    down, across = g
+    upstream = reduce.ColumnSums(column_peak, across / column_mass, None, None)
+    rows = (down / mass, None, None, -(down + across))
+    wanted = (needs[0], needs[1], needs[3])
+    found = losses.reduce_both_backward(
+        request.query, request.key, request.scale, request.target, peak, rows, upstream, wanted
+    )
+    return None if found is None else {name: x for name, x in found._asdict().items() if x is not None}
+
+
+BACKEND = Backend(
+    "native",
+    "but another was asked for",
+    why_not,
+    forward,
+    backward,
+    attention,
+    weighted_nll,
+    BothWays(both_ways, both_ways_backward),
+)

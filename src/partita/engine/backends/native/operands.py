@@ -1,0 +1,172 @@
+"""Checked operands of a native call, packed the way the library reads them.
+
+Any strides are served as they lie if the last dimension is contiguous; batch dimensions become a table of offsets that
+repeats where an operand broadcasts. Legend: Q query rows, K keys, D features, V value features.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["NOTHING", "Call", "Term", "offsets", "prepare"]
+
+_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_PROBLEM = struct.Struct("5q4id44q")
+NOTHING = (0, 0, 0, 0)
+
+
+class Term(Protocol):
+    """One term of a support: row intervals, segment ids, a mask, and whether key i is hidden from row i."""
+
+    @property
+    def start(self) -> Tensor | None: ...  # (*b, Q) int32
+
+    @property
+    def stop(self) -> Tensor | None: ...  # (*b, Q) int32
+
+    @property
+    def query_segment(self) -> Tensor | None: ...  # (*b, Q) int32
+
+    @property
+    def key_segment(self) -> Tensor | None: ...  # (*b, K) int32
+
+    @property
+    def mask(self) -> Tensor | None: ...  # (*b, Q or 1, K or 1) bool
+
+    @property
+    def hole(self) -> bool: ...
+
+
+@functools.lru_cache(maxsize=1024)
+def offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Where each batch entry of an operand starts, in elements: int64 of length B, 0 steps where it broadcasts."""
+    table = torch.zeros(batch, dtype=torch.int64, device="cpu")
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        if size > 1:
+            steps = torch.arange(size, dtype=torch.int64, device="cpu") * stride
+            table += steps.view([-1 if i == dim else 1 for i in range(len(batch))])
+    return table.reshape(-1).contiguous()
+
+
+class Call:
+    """One call's checked operands, and what must stay alive until it returns."""
+
+    def __init__(self, query: Tensor, others: Sequence[tuple[Tensor | None, int]], n_key: int) -> None:
+        self.alive: list[Tensor] = []
+        dims = query.dim() - 2
+        batch = list(query.shape[:-2])
+        for tensor, inner in others:
+            if tensor is None:
+                continue
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                raise ValueError(f"the native backend takes strided CPU tensors; got {tensor.device}, {tensor.layout}")
+            if tensor.dim() - inner != dims:
+                raise ValueError(f"every operand needs {dims} batch dimensions; got shape {tuple(tensor.shape)}")
+            for i in range(dims):
+                size = tensor.shape[i]
+                if size != batch[i]:
+                    if batch[i] == 1:
+                        batch[i] = size
+                    elif size != 1:
+                        raise ValueError(f"batch dimensions do not broadcast: {tuple(tensor.shape)} against {batch}")
+        self.batch = tuple(batch)
+        self.n_query, self.n_key = query.shape[-2], n_key
+
+    def operand(
+        self, tensor: Tensor | None, inner: tuple[int, ...], dtype: torch.dtype, name: str
+    ) -> tuple[int, int, int, int]:
+        """Pointer, offset table, row and column stride of an operand whose last dims are `inner` (or 1)."""
+        if tensor is None:
+            return NOTHING
+        dims = len(self.batch)
+        shape = tuple(tensor.shape)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}")
+        if any(s != n and (s != 1 or name not in _FLEXIBLE) for s, n in zip(shape[dims:], inner, strict=True)):
+            raise ValueError(f"{name} must end in {inner}; got shape {shape}")
+        strides = tensor.stride()
+        if len(inner) == 2:
+            if shape[-1] > 1 and strides[-1] != 1:
+                tensor = tensor.contiguous()
+                strides = tensor.stride()
+            row, col = (0 if shape[-2] == 1 else strides[-2]), (0 if shape[-1] == 1 and inner[-1] != 1 else 1)
+        elif name == "key_segment":
+            if shape[-1] > 1 and strides[-1] != 1:
+                tensor = tensor.contiguous()
+                strides = tensor.stride()
+            row, col = 0, 1
+        else:
+            row, col = (0 if shape[-1] == 1 else strides[-1]), 1
+        table = offsets(self.batch, shape[:dims], strides[:dims])
+        self.alive += (tensor, table)
+        return tensor.data_ptr(), table.data_ptr(), row, col
+
+
+_FLEXIBLE = frozenset({"scale", "bias", "mask"})
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    terms: Sequence[Term],
+    softcap: float | None,
+) -> tuple[Call, bytes, torch.dtype]:
+    if len(terms) > 1:
+        raise ValueError(f"the native backend serves at most one term; got {len(terms)}")
+    if query.dtype not in _CODES:
+        raise TypeError(f"the native backend serves {', '.join(map(str, _CODES))}; got {query.dtype}")
+    if query.dim() < 2 or key.dim() < 2:
+        raise ValueError("query and key need at least two dimensions")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be positive and finite; got {softcap}")
+    acc = torch.float64 if query.dtype == torch.float64 else torch.float32
+    term = terms[0] if terms else None
+    start, stop, query_segment, key_segment, mask, hole = (
+        (term.start, term.stop, term.query_segment, term.key_segment, term.mask, term.hole)
+        if term is not None
+        else (None, None, None, None, None, False)
+    )
+    if (query_segment is None) != (key_segment is None):
+        raise ValueError("query_segment and key_segment come together")
+    if bias is not None and bias.dtype not in _CODES:
+        raise TypeError(f"bias must be a floating tensor; got {bias.dtype}")
+    Q, D = query.shape[-2:]
+    K = key.shape[-2]
+    V = value.shape[-1] if value is not None else 0
+    call = Call(
+        query,
+        (
+            (query, 2), (key, 2), (value, 2), (scale, 1), (bias, 2), (target, 1), (start, 1), (stop, 1),
+            (query_segment, 1), (key_segment, 1), (mask, 2),
+        ),
+        K,
+    )  # fmt: skip
+    at = call.operand
+    problem = _PROBLEM.pack(
+        math.prod(call.batch), Q, K, D, V,
+        _CODES[query.dtype], 0 if bias is None else _CODES[bias.dtype], torch.get_num_threads(), hole,
+        softcap or 0.0,
+        *at(query, (Q, D), query.dtype, "query"),
+        *at(key, (K, D), query.dtype, "key"),
+        *at(value, (K, V), query.dtype, "value"),
+        *at(scale, (Q,), acc, "scale"),
+        *(NOTHING if bias is None else at(bias, (Q, K), bias.dtype, "bias")),
+        *at(target, (Q,), torch.int64, "target"),
+        *at(start, (Q,), torch.int32, "start"),
+        *at(stop, (Q,), torch.int32, "stop"),
+        *at(query_segment, (Q,), torch.int32, "query_segment"),
+        *at(key_segment, (K,), torch.int32, "key_segment"),
+        *at(mask, (Q, K), torch.bool, "mask"),
+    )  # fmt: skip
+    return call, problem, acc

@@ -1,0 +1,270 @@
+"""Backend: tiles, one at a time, on any torch device; scores are recomputed in the backward pass.
+
+The loop over a row tile is: score the next keys, take their sums, merge. Neither rows nor columns are ever whole unless
+they fit. `dense` is the same loop with a single tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from partita.engine.backends.tiled.grid import Grid, tile_shape
+from partita.engine.backends.tiled.tile import Clean, Operands, gradients, row_slice, scores, sums
+from partita.engine.request import Request
+from partita.engine.state import State
+from partita.engine.sums import Sums, Upstream
+from partita.engine.terms import cut
+
+__all__ = [
+    "always",
+    "backward",
+    "backward_whole",
+    "forward",
+    "forward_whole",
+    "score_tiles",
+    "scores_whole",
+    "second_order",
+    "tile_shape",
+]
+
+
+def always(request: Request) -> str | None:
+    """It serves whatever is asked."""
+    return None
+
+
+def _neutral(request: Request, n_query: int) -> State:
+    rows = (*request.batch, n_query)
+    new = request.scale
+    moment = None if request.value is None else new.new_zeros(*rows, request.value.shape[-1])
+    mass, first, spread, count = (new.new_zeros(rows) for _ in range(4))
+    return State(new.new_full(rows, -torch.inf), mass, first, spread, count, moment)
+
+
+@torch.no_grad()
+def forward(request: Request, *, shape: tuple[int, int] | None = None) -> Sums:
+    """State, target score and rank of every row."""
+    clean, grid = Clean.of(request), Grid(request, shape)
+    parts: list[tuple[State, Tensor | None, Tensor | None]] = []
+    for index, rows in enumerate(grid.rows):
+        state = _neutral(request, rows.stop - rows.start)
+        target = None if request.target is None else torch.full_like(state.peak, -torch.inf)
+        for cols, mask in grid.visit(index):
+            x = clean.operands(rows, cols)
+            s, mask, _ = scores(clean, x, rows, cols, mask)
+            if target is not None and request.target is not None:
+                target = _pick(s, request.target[..., rows], cols, target)
+            state = state.merge(sums(clean, x, s, mask, cols))
+        rank = _rank(clean, grid, index, target) if request.rank and target is not None else None
+        parts.append((state, target, rank))
+    return _answer(request, *_stack(parts, request))
+
+
+def _pick(s: Tensor, target: Tensor, cols: slice, so_far: Tensor) -> Tensor:
+    """The target's score, once its tile comes by."""
+    at = target - cols.start
+    inside = (at >= 0) & (at < s.shape[-1])
+    index = at.clamp(0, s.shape[-1] - 1)[..., None].expand(*so_far.shape, 1)
+    found = s.expand(*so_far.shape, s.shape[-1]).gather(-1, index)[..., 0]
+    return torch.where(inside, found, so_far)
+
+
+def _rank(clean: Clean, grid: Grid, index: int, target_score: Tensor) -> Tensor:
+    """A second sweep: only now is the score known that others are compared with, with the same rounding."""
+    target = clean.request.target
+    assert target is not None
+    rows = grid.rows[index]
+    rank = torch.zeros(target_score.shape, dtype=torch.int64, device=target_score.device)
+    for cols, mask in grid.visit(index):
+        s, _, _ = scores(clean, clean.operands(rows, cols), rows, cols, mask)
+        other = torch.arange(cols.start, cols.stop, device=s.device) != target[..., rows, None]
+        rank += ((s > target_score[..., None]) & other).sum(-1)
+    return rank
+
+
+def _stack(
+    parts: list[tuple[State, Tensor | None, Tensor | None]], request: Request
+) -> tuple[State, Tensor | None, Tensor | None]:
+    """All row tiles together."""
+    if not parts:
+        empty = _neutral(request, 0)
+        none = None if request.target is None else empty.peak.clone()
+        return empty, none, torch.zeros_like(empty.peak, dtype=torch.int64) if request.rank else None
+
+    def rows(name: str) -> Tensor:
+        return torch.cat([getattr(state, name) for state, _, _ in parts], -1)
+
+    moments = [state.moment for state, _, _ in parts if state.moment is not None]
+    targets = [target for _, target, _ in parts if target is not None]
+    ranks = [rank for _, _, rank in parts if rank is not None]
+    moment = torch.cat(moments, -2) if moments else None
+    state = State(rows("peak"), rows("mass"), rows("first"), rows("spread"), rows("count"), moment)
+    return state, torch.cat(targets, -1) if targets else None, torch.cat(ranks, -1) if ranks else None
+
+
+def _answer(request: Request, state: State, target: Tensor | None, rank: Tensor | None) -> Sums:
+    """What was asked for: statistics or none, the mean value or its moment."""
+    known = state.stats() if request.statistics else None
+    mean = state.expectation(consume=True) if request.mean and request.value is not None else None
+    state = replace(state, moment=None if request.mean else state.moment, known=known)
+    found = Sums.of(state, target, rank, mean)
+    return found if request.statistics else found._replace(first=None, spread=None)
+
+
+class Accumulator:
+    """Gradients of all operands, added up tile by tile in the accumulation dtype."""
+
+    def __init__(self, request: Request, needs: Sequence[bool]):
+        given = Operands(request.query, request.key, request.value, request.scale, request.bias)
+        self.total: dict[str, Tensor] = {}
+        for field, needed in zip(fields(given), needs, strict=True):
+            tensor = getattr(given, field.name)
+            if needed and tensor is not None:
+                self.total[field.name] = torch.zeros_like(tensor, dtype=request.dtype)
+
+    def add(self, part: Operands, rows: slice, cols: slice) -> None:
+        for name, total in self.total.items():
+            piece = getattr(part, name)
+            if piece is not None:
+                view = _view(name, total, rows, cols)
+                view += piece
+
+
+def _view(name: str, tensor: Tensor, rows: slice, cols: slice) -> Tensor:
+    if name == "query":
+        return tensor[..., rows, :]
+    if name in ("key", "value"):
+        return tensor[..., cols, :]
+    return row_slice(tensor, rows) if name == "scale" else cut(tensor, rows, cols)
+
+
+def _upstream(g: Upstream, rows: slice) -> Upstream:
+    return Upstream(
+        g.mass[..., rows],
+        g.first[..., rows],
+        g.second[..., rows],
+        None if g.moment is None else g.moment[..., rows, :],
+        None if g.target is None else g.target[..., rows],
+    )
+
+
+@torch.no_grad()
+def backward(
+    request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool], *, shape: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """Gradients of (query, key, value, scale, bias), as far as needed, in the accumulation dtype."""
+    clean, grid = Clean.of(request), Grid(request, shape)
+    level = peak.to(request.dtype)
+    total = Accumulator(request, needs)
+    for index, rows in enumerate(grid.rows):
+        gr = _upstream(g, rows)
+        for cols, mask in grid.visit(index):
+            x = clean.operands(rows, cols)
+            total.add(gradients(clean, x, gr, level[..., rows], rows, cols, mask), rows, cols)
+    return total.total
+
+
+def second_order(
+    request: Request, peak: Tensor, g: Upstream, above: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Derivative of `backward`: gradients of the operands and of g, given those of its results.
+
+    With the peak held constant every sum over keys is a sum over tiles, so this too goes tile by tile.
+    """
+    clean, grid = Clean.of(request), Grid(request)
+    level = peak.to(request.dtype)
+    given = Operands(request.query, request.key, request.value, request.scale, request.bias)
+    whole = {**_present(given), **{"g_" + name: t for name, t in _present(g).items()}}
+    total = {name: torch.zeros_like(t, dtype=request.dtype) for name, t in whole.items()}
+    for index, rows in enumerate(grid.rows):
+        gr = _upstream(g, rows)
+        for cols, mask in grid.visit(index):
+            x = clean.operands(rows, cols)
+            inputs = {**_present(x), **{"g_" + name: t for name, t in _present(gr).items()}}
+            wanted = {name: _view(name, t, rows, cols) for name, t in above.items()}
+
+            def first_order(
+                given: dict[str, Tensor], rows: slice = rows, cols: slice = cols, mask: Tensor | None = mask
+            ) -> dict[str, Tensor]:
+                xs = Operands(**{f.name: given.get(f.name) for f in fields(Operands)})  # type: ignore[arg-type]
+                gs = Upstream(**{f.name: given.get("g_" + f.name) for f in fields(Upstream)})  # type: ignore[arg-type]
+                part = _present(gradients(clean, xs, gs, level[..., rows], rows, cols, mask))
+                return {name: part[name] for name in above}
+
+            pull = torch.func.vjp(first_order, inputs)[1]
+            (back,) = pull(wanted)
+            for name, piece in back.items():
+                # added out of place: under vmap a piece may have a batch dimension the total lacks
+                total[name] = total[name] + _placed(name, piece, whole[name], rows, cols)
+    operands = {name: t for name, t in total.items() if not name.startswith("g_")}
+    return operands, {name[2:]: t for name, t in total.items() if name.startswith("g_")}
+
+
+def _placed(name: str, piece: Tensor, whole: Tensor, rows: slice, cols: slice) -> Tensor:
+    """A tile's piece in a tensor of the whole's size, zero elsewhere."""
+    over = (rows.start, whole.shape[-1] - rows.stop)  # of a row vector
+    if name in ("query", "g_moment"):
+        pad = (0, 0, rows.start, whole.shape[-2] - rows.stop)
+    elif name in ("key", "value"):
+        pad = (0, 0, cols.start, whole.shape[-2] - cols.stop)
+    elif name == "bias":
+        across = (0, 0) if whole.shape[-1] == 1 else (cols.start, whole.shape[-1] - cols.stop)
+        down = (0, 0) if whole.shape[-2] == 1 else (rows.start, whole.shape[-2] - rows.stop)
+        pad = (*across, *down)
+    else:
+        return torch.nn.functional.pad(piece, (0, 0) if whole.shape[-1] == 1 else over)
+    return torch.nn.functional.pad(piece, pad)
+
+
+def _present(group: Operands | Upstream) -> dict[str, Tensor]:
+    return {f.name: t for f in fields(group) if (t := getattr(group, f.name)) is not None}
+
+
+# ---- one tile -------------------------------------------------------------------------------------------------------
+
+
+def _whole(request: Request) -> tuple[int, int]:
+    return max(1, request.n_query), max(1, request.n_key)
+
+
+def forward_whole(request: Request) -> Sums:
+    """`forward` in a single tile."""
+    return forward(request, shape=_whole(request))
+
+
+def backward_whole(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+    """`backward` in a single tile."""
+    return backward(request, peak, g, needs, shape=_whole(request))
+
+
+# ---- the scores themselves ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def score_tiles(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice, Tensor]]]]:
+    """For each row tile its rows, and an iterator of (columns, scores) tiles; -inf is not visible."""
+    clean, grid = Clean.of(request), Grid(request)
+    for index, rows in enumerate(grid.rows):
+
+        def tiles(index: int = index, rows: slice = rows) -> Iterator[tuple[slice, Tensor]]:
+            for cols, mask in grid.visit(index):
+                s, _, _ = scores(clean, clean.operands(rows, cols), rows, cols, mask)
+                yield cols, s.expand(*request.batch, *s.shape[-2:])
+
+        yield rows, tiles()
+
+
+def scores_whole(request: Request) -> Tensor:  # (*b, Q, K)
+    """All scores at once, differentiable."""
+    clean, grid = Clean.of(request), Grid(request, _whole(request))
+    rows, cols = slice(0, request.n_query), slice(0, request.n_key)
+    shape = (*request.batch, request.n_query, request.n_key)
+    if not grid.rows:
+        return request.scale.new_zeros(shape)
+    for cols, mask in grid.visit(0):
+        return scores(clean, clean.operands(rows, cols), rows, cols, mask)[0].expand(shape)
+    return request.scale.new_full(shape, -torch.inf)

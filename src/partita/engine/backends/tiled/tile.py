@@ -1,0 +1,214 @@
+"""One tile: its scores, its sums, and the one backward formula.
+
+    s    = softcap(scale * <query, key>) + bias              -inf where not visible
+    e    = exp(s - peak),  c = s - peak
+    ds   = e * (g_mass + g_first (1 + c) + g_second (2 c + c^2) + <g_moment, value>) + g_target [j = target]
+
+Legend: q rows of a tile, k columns, D the compared dimension, V the value's. Written without in-place operations, so
+that the second derivative is torch's own derivative of `gradients`.
+
+0 * nan is the trap of every masked product. Operands are cleaned once (`Clean`): products run on finite numbers, and
+the scores of a row or key that was not finite are what its own product gives: nan, inf, or -inf, which is a key of no
+weight as it is for torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita._checks import has_values
+from partita.engine.request import Request
+from partita.engine.state import LOWEST, State, centre, divided
+from partita.engine.sums import Upstream
+from partita.engine.terms import cut
+from partita.precision import product
+
+__all__ = ["Clean", "Operands", "gradients", "row_slice", "scores", "sums"]
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """What the gradient is taken of: slices of the request's tensors, in the accumulation dtype."""
+
+    query: Tensor  # (*b, q, D)
+    key: Tensor  # (*b, k, D)
+    value: Tensor | None  # (*b, k, V)
+    scale: Tensor  # (*b, q or 1)
+    bias: Tensor | None  # (*b, q or 1, k or 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Clean:
+    """A request whose query, key and value are finite, and where they were not."""
+
+    request: Request
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    bad_query: Tensor | None  # (*b, Q, 1): a row that held nan or inf
+    bad_key: Tensor | None  # (*b, 1, K)
+    bad_value: Tensor | None  # the value as given, if it was not finite
+
+    @staticmethod
+    def of(request: Request) -> Clean:
+        query, bad_query = _finite(request.query)
+        key, bad_key = _finite(request.key)
+        value, bad_value = (None, None) if request.value is None else _finite(request.value)
+        return Clean(
+            request,
+            query,
+            key,
+            value,
+            None if bad_query is None else bad_query.any(-1, keepdim=True),
+            None if bad_key is None else bad_key.any(-1)[..., None, :],
+            None if bad_value is None else request.value,
+        )
+
+    def corrected(self, s: Tensor, scale: Tensor, rows: slice, cols: slice) -> Tensor:
+        """Products of a tile; those of a bad row or key are taken with the numbers as given, and have no gradient."""
+        bad_query = None if self.bad_query is None else self.bad_query[..., rows, :]
+        bad_key = None if self.bad_key is None else self.bad_key[..., cols]
+        if bad_query is None and bad_key is None:
+            return s
+        dtype = self.request.dtype
+        query, key = self.request.query[..., rows, :].to(dtype), self.request.key[..., cols, :].to(dtype)
+        given = _against(query * scale[..., None], key.mT).detach()
+        for bad in (bad_query, bad_key):
+            s = s if bad is None else torch.where(bad, given, s)
+        return s
+
+    def operands(self, rows: slice, cols: slice) -> Operands:
+        request, dtype = self.request, self.request.dtype
+        return Operands(
+            self.query[..., rows, :].to(dtype),
+            self.key[..., cols, :].to(dtype),
+            None if self.value is None else self.value[..., cols, :].to(dtype),
+            row_slice(request.scale, rows),
+            None if request.bias is None else cut(request.bias, rows, cols).to(dtype),
+        )
+
+
+def _finite(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    good = tensor.isfinite()
+    if has_values(tensor) and bool(good.all()):
+        return tensor, None
+    return torch.where(good, tensor, torch.zeros_like(tensor)), ~good
+
+
+def row_slice(vector: Tensor, rows: slice) -> Tensor:
+    """Rows of a per-row vector; one of size 1 serves all rows."""
+    return vector if vector.shape[-1] == 1 else vector[..., rows]
+
+
+def _against(rows: Tensor, matrix: Tensor) -> Tensor:
+    """rows @ matrix; a batch dimension the matrix lacks joins the rows, so that the matrix is not repeated."""
+    if rows.dim() > 2 and matrix.shape[-3] == 1 and rows.shape[-3] > 1:
+        flat = product(rows.flatten(-3, -2), matrix.squeeze(-3))
+        out: Tensor = flat.unflatten(-2, rows.shape[-3:-1])
+        return out
+    return product(rows, matrix)
+
+
+def _gathered(weight: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
+    """weight^T @ rows, summed to `shape`; the mirror of `_against`."""
+    if weight.dim() > 2 and shape[-3] == 1 and weight.shape[-3] > 1:
+        rows = rows.expand(*rows.shape[:-3], weight.shape[-3], *rows.shape[-2:])
+        flat = product(weight.flatten(-3, -2).mT, rows.flatten(-3, -2))
+        return flat.unsqueeze(-3).sum_to_size(shape)
+    return product(weight.mT, rows).sum_to_size(shape)
+
+
+def scores(
+    clean: Clean, x: Operands, rows: slice, cols: slice, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scores of a tile (-inf where not visible), its final mask, and the slope of the softcap."""
+    cap = clean.request.softcap
+    s = clean.corrected(_against(x.query * x.scale[..., None], x.key.mT), x.scale.detach(), rows, cols)
+    slope: Tensor | None = None
+    if cap is None:
+        s = s if x.bias is None else s + x.bias
+    else:
+        before = x.bias if clean.request.cap_bias else None
+        after = None if clean.request.cap_bias else x.bias
+        t = torch.tanh((s if before is None else s + before) / cap)
+        s, slope = cap * t, 1 - t * t
+        if clean.bad_query is not None or clean.bad_key is not None:
+            slope = slope.nan_to_num(0.0)  # of a place that is hidden, or whose score spoils its row anyway
+        s = s if after is None else s + after
+    if x.bias is not None:
+        shown = x.bias != -torch.inf
+        mask = shown if mask is None else mask & shown
+    if mask is not None:
+        s = s.masked_fill(~mask, -torch.inf)
+    return s, mask, slope
+
+
+def sums(clean: Clean, x: Operands, s: Tensor, mask: Tensor | None, cols: slice) -> State:
+    """The state of one tile; uses up the scores."""
+    peak = s.amax(-1)
+    empty = peak.isneginf()
+    c = s.sub_(torch.where(empty, torch.zeros_like(peak), peak)[..., None]).clamp_(min=LOWEST)
+    weight = c.exp()
+    mass = weight.sum(-1)
+    first = spread = torch.zeros_like(mass)
+    if clean.request.statistics:
+        first = torch.linalg.vecdot(weight, c)
+        mean = divided(first, mass)
+        c.sub_(mean[..., None]).square_()
+        spread = torch.linalg.vecdot(weight, c)
+    if mask is None:
+        count = torch.full_like(mass, s.shape[-1])
+    else:
+        count = mask.expand(*mask.shape[:-2], *s.shape[-2:]).sum(-1).to(mass.dtype).expand_as(mass)
+    moment = None
+    if x.value is not None:
+        moment = _against(weight, x.value)
+        if clean.bad_value is not None:
+            moment = _poison(moment, clean.bad_value[..., cols, :], mask, s)
+    return State(peak, mass, first, spread, count, moment)
+
+
+def _poison(result: Tensor, given: Tensor, mask: Tensor | None, s: Tensor) -> Tensor:
+    """Put nan, inf and -inf of the given values into the rows that see them."""
+    seen = torch.ones_like(s) if mask is None else mask.to(s.dtype).expand_as(s)
+    high = _against(seen, given.isposinf().to(s.dtype)) > 0
+    low = _against(seen, given.isneginf().to(s.dtype)) > 0
+    lost = (_against(seen, given.isnan().to(s.dtype)) > 0) | (high & low)
+    result = torch.where(high, torch.inf, torch.where(low, -torch.inf, result))
+    return torch.where(lost, torch.nan, result)
+
+
+def gradients(
+    clean: Clean, x: Operands, g: Upstream, peak: Tensor, rows: slice, cols: slice, mask: Tensor | None
+) -> Operands:
+    """Gradients of a tile's operands, each in its operand's shape."""
+    s, mask, slope = scores(clean, x, rows, cols, mask)
+    c, e = centre(s, peak)
+    pull = (g.mass + g.first)[..., None] + c * ((g.first + 2 * g.second)[..., None] + c * g.second[..., None])
+    grad_value: Tensor | None = None
+    if x.value is not None and g.moment is not None:
+        pull = pull + _against(g.moment, x.value.mT)
+        grad_value = _gathered(e, g.moment, x.value.shape)
+    ds = e * pull
+    if g.target is not None and clean.request.target is not None:
+        at = clean.request.target[..., rows] - cols.start
+        hit = torch.arange(s.shape[-1], device=s.device) == at[..., None]
+        ds = ds + hit * g.target[..., None]
+    if mask is not None:
+        ds = torch.where(mask, ds, torch.zeros_like(ds))
+    grad_bias = None if x.bias is None or clean.request.cap_bias else ds.sum_to_size(x.bias.shape)
+    if slope is not None:
+        ds = ds * slope
+    if x.bias is not None and clean.request.cap_bias:
+        grad_bias = ds.sum_to_size(x.bias.shape)
+    toward = _against(ds, x.key)  # d / d (scale * query)
+    return Operands(
+        (toward * x.scale[..., None]).sum_to_size(x.query.shape),
+        _gathered(ds, x.query * x.scale[..., None], x.key.shape),
+        grad_value,
+        (toward * x.query).sum(-1).sum_to_size(x.scale.shape),
+        grad_bias,
+    )

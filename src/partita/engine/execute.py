@@ -1,0 +1,195 @@
+"""The only door: it decides who follows a pass, and takes the shortest way that nobody can tell from the long one.
+
+    execute(request)        the row sums; differentiable
+    attention(...)          plain attention that nobody follows, straight to a backend's own kernel
+    weighted_nll(request)   a scalar, its gradients made going forward where a backend can
+    both_ways(request)      nll of the diagonal by rows and by columns of one product, where a backend can
+    forward, backward       one pass and its gradients without autograd, for those who bring their own (the ring)
+    score_tiles, scores     the scores themselves: tile by tile, or all at once
+
+Who may follow: autograd, a transform of torch.func or forward mode (they *differentiate*); a tracer, a dispatch mode, a
+profiler, a tensor subclass (they *look* at operators). If nobody does, a backend is called as a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from partita.engine import autograd, backends
+from partita.engine.autograd import backward, forward
+from partita.engine.backends import tiled
+from partita.engine.fused import BothWaysNll, WeightedNll
+from partita.engine.request import Request
+from partita.engine.state import Stats
+from partita.engine.sums import Sums
+from partita.precision import autocasts
+
+__all__ = ["attention", "backward", "both_ways", "execute", "forward", "score_tiles", "scores", "weighted_nll"]
+
+_ORDINARY = (Tensor, torch.nn.Parameter)
+
+
+class _Audience(NamedTuple):
+    """Who follows a pass."""
+
+    differentiates: bool  # autograd, a transform or forward mode
+    transforms: bool  # torch.func or forward mode: the operands are not what they seem
+    looks: bool  # at operators
+
+
+def _audience(tensors: Sequence[Tensor | None]) -> _Audience:
+    """The one place where it is asked whether anybody differentiates, traces or looks."""
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.compiler.is_compiling():
+        return _Audience(recorded, False, True)
+    # in forward mode too the Function is asked: it has no such derivative and says so, where a backend would lose it
+    transforms = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    looks = (
+        transforms
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+        or not all(t is None or (type(t) in _ORDINARY and not t.is_meta) for t in tensors)  # meta: shapes alone
+    )
+    return _Audience(recorded or transforms, transforms, looks)
+
+
+def execute(request: Request) -> Sums:
+    """One differentiable pass over a request."""
+    r = request
+    audience = _audience((r.query, r.key, r.value, r.scale, r.bias))
+    if not audience.differentiates and not audience.looks:
+        return _ungrouped(forward(replace(r, last=True)), r)
+    name = "" if torch.compiler.is_compiling() else backends.current()
+    if name not in ("", "auto"):
+        backends.choose(r, name)  # a backend named by the user that cannot serve says so now
+    plan, tensors = autograd.Plan.of(r, name)
+    if not audience.differentiates:
+        query, key, value, scale, bias, target, *support = tensors
+        out = autograd.reduce(query, key, value, scale, bias, target, support, *plan.options())
+        return _ungrouped(autograd.assemble(out, r), r)
+    out = autograd.Pass.apply(plan, None if audience.looks else r, *tensors)  # type: ignore[no-untyped-call]
+    node = None if audience.looks and torch.compiler.is_compiling() else out[1].grad_fn
+    return _ungrouped(autograd.assemble(out, r, node), r)
+
+
+def _ungrouped(sums: Sums, request: Request) -> Sums:
+    """The rows of grouped queries with their heads in one dimension again."""
+    if request.groups == 1:
+        return sums
+
+    def flat(rows: Tensor | None, tail: int = 0) -> Any:
+        return None if rows is None else request.ungroup(rows, tail)
+
+    by_value = ("moment", "mean")
+    made = {name: flat(x, name in by_value) for name, x in sums._asdict().items() if name != "node"}
+    return Sums(**made, node=sums.node)
+
+
+# ---- kernels of a backend's own -------------------------------------------------------------------------------------
+
+
+def attention(
+    query: Tensor,  # (*b, heads, Q, D)
+    key: Tensor,  # (*b, heads or fewer, K, D)
+    value: Tensor,  # (*b, as key, K, V)
+    scale: float | None,  # None: 1/sqrt(D)
+    causal: bool,
+    grouped: bool,
+    statistics: bool,
+) -> tuple[Tensor, Stats | None] | None:
+    """E[value_j] of each row, lying in memory as the query does, and the rows' statistics; None for the long way.
+
+    For a short sequence a request and its checks cost as much as the pass. Here only what is usual is looked for;
+    whatever else is given goes the long way, which serves it or says what is wrong with it.
+    """
+    if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor) or query.dim() < 3:
+        return None
+    audience = _audience((query, key, value))
+    if audience.differentiates or audience.looks or autocasts(query.device.type):
+        return None
+    if not grouped and (key.dim() < 3 or query.shape[-3] != key.shape[-3]):
+        return None
+    sharp = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    name = backends.current()
+    for entry in backends.TABLE.values() if name == "auto" else (backends.TABLE[name],):
+        if entry.attention is not None:
+            found = entry.attention(query, key, value, sharp, causal, statistics)
+            if found is not None:
+                return found
+    return None
+
+
+def weighted_nll(request: Request, weight: Tensor) -> Tensor:  # ()
+    """sum_i weight_i nll_i of a request with a target."""
+    r = request
+    operands = (r.query, r.key, r.scale, r.bias)
+    flat = r.query.dim() == 2 and not weight.requires_grad
+    backend = _kernel(r, operands) if flat else None
+    if backend is not None and backend.weighted_nll is not None:
+        out: Tensor = WeightedNll.apply(backend, _again(r), r, weight, *operands)  # type: ignore[no-untyped-call]
+        return out
+    return (weight * execute(r).nll()).sum()
+
+
+def _again(request: Request) -> Any:
+    softcap, cap_bias, terms = request.softcap, request.cap_bias, request.terms
+
+    def ordinary(
+        query: Tensor, key: Tensor, scale: Tensor, bias: Tensor | None, target: Tensor, weight: Tensor
+    ) -> Tensor:
+        asked = Request(query, key, None, scale, bias, target, terms, softcap, cap_bias, statistics=False)
+        return (weight * execute(asked).nll()).sum()
+
+    return ordinary
+
+
+def both_ways(request: Request) -> tuple[Tensor, Tensor]:  # (n,), (n,)
+    """-log p(i|i) of key i among the keys for query i, and of query i among the queries for key i."""
+    r = request
+    operands = (r.query, r.key, r.scale)
+    plain = r.query.dim() == 2 and r.n_query == r.n_key > 0 and r.scale.numel() == 1 and r.bias is None
+    backend = _kernel(r, operands) if plain and not r.terms and r.softcap is None else None
+    if backend is not None and backend.both_ways is not None:
+        quiet = replace(r, query=r.query.detach(), key=r.key.detach(), scale=r.scale.detach(), target=_own(r.query))
+        rows, columns = BothWaysNll.apply(backend, _diagonal, quiet, *operands)  # type: ignore[no-untyped-call]
+        return rows, columns
+    return _diagonal(*operands, r.bias)
+
+
+def _own(rows: Tensor) -> Tensor:
+    return torch.arange(rows.shape[-2], device=rows.device)
+
+
+def _diagonal(query: Tensor, key: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Two ordinary passes."""
+    asked = Request(query, key, None, scale, bias, _own(query), (), None, statistics=False)
+    turned = replace(asked, query=key, key=query, bias=None if bias is None else bias.mT, target=_own(key))
+    return execute(asked).nll(), execute(turned).nll()
+
+
+def _kernel(request: Request, operands: Sequence[Tensor | None]) -> backends.Backend | None:
+    """The backend whose own kernels may be asked, for somebody who wants a gradient and nothing else."""
+    audience = _audience(operands)
+    if audience.looks or not audience.differentiates:
+        return None
+    return backends.choose(request)
+
+
+# ---- the scores themselves ------------------------------------------------------------------------------------------
+
+
+def score_tiles(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice, Tensor]]]]:
+    """For each row tile its rows, and an iterator of (columns, scores) tiles; -inf is not visible. No gradient."""
+    return tiled.score_tiles(request)
+
+
+def scores(request: Request) -> Tensor:  # (*b, Q, K)
+    """All scores at once, differentiable: the one dense thing here."""
+    return tiled.scores_whole(request)

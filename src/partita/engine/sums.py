@@ -1,0 +1,96 @@
+"""What goes into a backend besides the request, and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from partita.engine.state import State, Stats, filled
+
+__all__ = ["OPERANDS", "Sums", "Upstream"]
+
+OPERANDS = ("query", "key", "value", "scale", "bias")  # what a pass can be differentiated by, in this order everywhere
+
+
+class Sums(NamedTuple):
+    """Everything a pass gives, per row: one record from the kernel, through autograd, to the reader.
+
+    What was not asked for is None. Relative to the peak, as in `State`.
+    """
+
+    peak: Tensor  # (*b, Q); a backend may keep more digits of it than of the sums, for its own backward
+    mass: Tensor  # (*b, Q)
+    count: Tensor  # type: ignore[assignment]  # (*b, Q); hides tuple.count
+    first: Tensor | None = None  # (*b, Q)
+    spread: Tensor | None = None  # (*b, Q)
+    statistics: Tensor | None = None  # (5, *b, Q): log Z, entropy, mean, variance and maximum of the score
+    moment: Tensor | None = None  # (*b, Q, V)
+    mean: Tensor | None = None  # (*b, Q, V): E[value], where the request asks for it and not for the moment
+    target_score: Tensor | None = None  # (*b, Q)
+    rank: Tensor | None = None  # (*b, Q) int64
+    node: torch.autograd.graph.Node | None = None  # of the pass, where somebody differentiates it
+
+    @staticmethod
+    def of(
+        state: State, target_score: Tensor | None = None, rank: Tensor | None = None, mean: Tensor | None = None
+    ) -> Sums:
+        """Those of a state."""
+        s = state
+        known = None if s.known is None else torch.stack(s.known[:5])
+        return Sums(s.peak, s.mass, s.count, s.first, s.spread, known, s.moment, mean, target_score, rank)
+
+    @property
+    def state(self) -> State:
+        """The sums as a monoid, with its peak in the dtype of the sums."""
+        known = None
+        if self.statistics is not None:
+            log_partition, entropy, mean, variance, top = self.statistics.unbind()
+            known = Stats(log_partition, entropy, mean, variance, top.detach(), self.count)
+        first = torch.zeros_like(self.mass) if self.first is None else self.first
+        spread = torch.zeros_like(self.mass) if self.spread is None else self.spread
+        peak = self.peak.to(self.mass.dtype) if known is None else known.max_score
+        return State(peak, self.mass, first, spread, self.count, self.moment, known)
+
+    def nll(self) -> Tensor:
+        """log Z - score of the target: (peak - score) + log mass, which keeps the digits of a large score.
+
+        +inf where the target is not visible.
+        """
+        score = self.target_score
+        assert score is not None
+        hidden = score.isneginf()
+        gap = self.peak.to(score.dtype) - torch.where(hidden, torch.zeros_like(score), score)
+        return torch.where(hidden, torch.inf, filled(self.mass).log() + gap)
+
+
+@dataclass(frozen=True, eq=False)
+class Upstream:
+    """Gradients of the raw sums: those of `mass`, `first`, `sum_j e_j c_j^2`, `moment` and the target's score."""
+
+    mass: Tensor  # (*b, Q)
+    first: Tensor
+    second: Tensor
+    moment: Tensor | None  # (*b, Q, V)
+    target: Tensor | None  # (*b, Q)
+
+    @staticmethod
+    def over(
+        rows: tuple[int, ...],
+        mass: Tensor,
+        first: Tensor | None,
+        second: Tensor | None,
+        moment: Tensor | None,
+        target: Tensor | None,
+    ) -> Upstream:
+        """Spread over the rows, zeros for the sums nobody asked for."""
+        zero = torch.zeros_like(mass)
+        return Upstream(
+            mass.expand(rows),
+            (zero if first is None else first).expand(rows),
+            (zero if second is None else second).expand(rows),
+            None if moment is None else moment.expand(*rows, moment.shape[-1]),
+            None if target is None else target.expand(rows),
+        )

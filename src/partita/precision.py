@@ -1,0 +1,57 @@
+"""Which dtype numbers are computed and returned in. Inputs and autocast decide, never torch's default dtype.
+
+sums       float64 for float64 inputs, float32 below
+results    the dtype of the input, or autocast's
+losses     the dtype of the input, and float32 under autocast
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+__all__ = ["accumulation_dtype", "autocasts", "finest", "loss_dtype", "no_autocast", "output_dtype", "product"]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays; everything below is summed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def output_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of results that follow this input's: its own, or autocast's."""
+    kind = tensor.device.type
+    lowered = autocasts(kind) and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if lowered else tensor.dtype
+
+
+def loss_dtype(tensor: Tensor) -> torch.dtype:
+    """Losses have the dtype of their input, and float32 under autocast, as torch's have."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and autocasts(tensor.device.type) else tensor.dtype
+
+
+def finest(device: torch.device) -> torch.dtype:
+    """The dtype for functions of whole positions, few numbers that many scores are made from."""
+    return torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for this kind of device; some kinds have none."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Autocast has lowered the operands when the request was built; the sums are not its business."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else contextlib.nullcontext()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the dtype they have: autocast lowers the operands of a pass, never its sums."""
+    if autocasts(a.device.type):
+        with no_autocast(a):
+            return a @ b
+    return a @ b

@@ -1,0 +1,70 @@
+"""What torch's default device and default dtype are changes nothing: every call gives the same bits."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import partita
+from tests import surface
+
+SOURCE = Path(partita.__file__).parent
+FACTORIES = {
+    "arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
+    "zeros",
+}  # fmt: skip
+# Modules make their parameters where the default says, as torch does; lab and monitor are programs of their own.
+MAY_FOLLOW_THE_DEFAULT = ("nn", "lab", "monitor", "distributed", "adapters", "theory/errata")
+
+
+@pytest.mark.parametrize("name", surface.CALLS)
+def test_the_defaults_change_no_bit(name):
+    ordinary = surface.run(name)
+    assert ordinary or name == "measure_sigma"
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        torch.set_default_dtype(dtype)
+        try:
+            found = surface.run(name)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert_same_bits(found, ordinary, dtype)
+    with torch.device("meta"):
+        found = surface.run(name)
+    assert_same_bits(found, ordinary, "meta")
+
+
+def assert_same_bits(found, ordinary, default):
+    assert len(found) == len(ordinary), default
+    for ours, want in zip(found, ordinary, strict=True):
+        assert ours.device == want.device and ours.dtype == want.dtype, default
+        torch.testing.assert_close(ours, want, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{default}: {m}")
+
+
+def test_a_policy_counts_in_the_precision_of_the_query():
+    n, policy = torch.arange(1, 40), partita.scale.LogLength(reference=16)
+    query = torch.ones(39, 8, dtype=torch.float64)
+    exact = policy(n.double(), 8)
+    assert torch.equal(policy.fold(query, n)[:, 0], exact)
+    assert policy(n, 8).dtype == torch.float32
+
+
+def _parts() -> list[Path]:
+    free = [SOURCE / name for name in MAY_FOLLOW_THE_DEFAULT]
+    return [p for p in SOURCE.rglob("*.py") if not [1 for place in free if p.is_relative_to(place)]]
+
+
+@pytest.mark.parametrize("path", _parts(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_every_tensor_names_its_device(path):
+    """Under a default device of "meta" a forgotten one is an error, or worse: a null pointer given to a kernel."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        if of_torch and node.func.attr in FACTORIES:
+            given = {word.arg for word in node.keywords}
+            assert "device" in given or None in given, f"{path.name}:{node.lineno} torch.{node.func.attr}"
+        # sinusoidal makes a tensor out of nothing: computed in float64, given in the dtype torch would give it in
+        assert node.func.attr != "get_default_dtype" or path.name == "positions.py", f"{path.name}:{node.lineno}"
