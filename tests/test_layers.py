@@ -185,6 +185,7 @@ def test_torch_is_the_only_dependency_below_lab():
 
 # torch keeps these private and offers nothing else; a NamedTuple and a version counter are public in all but name.
 FOREIGN = {"_C", "_fields", "_replace", "_asdict", "_version", "_orig_mod", "_current_level"}
+FOREIGN |= {"_forward_hooks", "_forward_pre_hooks"}
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
