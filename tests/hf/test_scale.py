@@ -82,3 +82,18 @@ def test_a_learned_policy_learns_but_does_not_fit_into_a_config():
     assert learned.s.grad.abs().min() > 0
     with pytest.raises(partita.errors.ValueRangeError, match="learns"):
         partita.hf.set_scale(make("llama", "eager"), learned)
+
+
+def test_a_policy_that_nobody_would_follow_is_refused(tmp_path):
+    partita.hf.register()
+    plain = make("llama", "sdpa")
+    with pytest.raises(partita.errors.ValueRangeError, match=r"attention of this model is 'sdpa'.*set_attn_impl"):
+        partita.hf.set_scale(plain, scale.LogLength(reference=3))
+    partita.hf.set_scale(plain, None)  # nothing to follow
+    plain.set_attn_implementation("partita")
+    partita.hf.set_scale(plain, scale.LogLength(reference=3))
+    plain.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"holds a scale policy of partita.*attn_implementation='partita'"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="partita")
+    assert again.config.partita_scale["policy"] == "LogLength"

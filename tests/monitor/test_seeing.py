@@ -455,3 +455,5 @@ def test_a_number_that_cannot_be_is_reported_and_not_shown(monkeypatch: pytest.M
     assert all(0 < r["entropy"] < 3 for r in rows)
     assert "sink_first of layer 0, head 1, step 0 came out as 2.8" in w.coverage["impossible"]
     assert "a fault of partita: 2 numbers" in str(w.coverage)
+    (finding,) = [f for f in w.findings() if f.code == "NONFINITE"]
+    assert finding.where == "partita itself" and "sink_first" in finding.evidence

@@ -374,6 +374,18 @@ def nonfinite(record: Record, series: Series, limits: Thresholds) -> Iterator[Fi
             _heads(hits),
             tuple(r["nonfinite"] for r in series.heads[hits[0][0]])[:48],
         )
+    wrong = record.coverage.get("impossible") or ()
+    if wrong:
+        yield Finding(
+            "error",
+            "NONFINITE",
+            "partita itself",
+            f"{len(wrong)} numbers that cannot be, first {wrong[0]}",
+            "A fault of partita, not of the model. They are left out of tables and pages.",
+            "report the model's kind of attention and this line as an issue of partita.",
+            "high",
+            "any",
+        )
 
 
 RULES: tuple[Rule, ...] = (collapsed, uniform, sinks, growth, drop, dilution, duplicates, nonfinite)
