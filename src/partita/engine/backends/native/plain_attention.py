@@ -59,12 +59,11 @@ def attention(
         if (tensor.storage_offset() + reach) * tensor.itemsize > tensor.untyped_storage().nbytes():
             return None  # the long way says what is wrong
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    mean = (
-        torch.empty_like(query, dtype=acc)
-        if geometry.like_query
-        else torch.empty((*geometry.rows, v[-1]), dtype=acc, device=CPU)
-    )
-    stats = torch.empty((6, *geometry.rows), dtype=acc, device=CPU) if statistics else None
+    if not geometry.like_query:
+        mean = torch.empty((*geometry.rows, v[-1]), dtype=acc, device=CPU)
+    else:
+        mean = torch.empty_like(query) if acc == dtype else torch.empty_like(query, dtype=acc)
+    stats = mean.new_empty((6, *geometry.rows)) if statistics else None  # half the price of torch.empty
     to_stats = 0 if stats is None else stats.data_ptr()
     to_count = 0 if stats is None else to_stats + 5 * stats.stride(0) * acc.itemsize
     call = _pack(scale, query.data_ptr(), key.data_ptr(), value.data_ptr(), mean.data_ptr(), to_stats, to_count)
