@@ -113,121 +113,70 @@ def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
     )
 
 
-@library.custom_op("partita::reduce", mutates_args=())
-def reduce(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    support: Sequence[Tensor],
-    layout: Sequence[int],
-    softcap: float | None,
-    cap_bias: bool,
-    rank: bool,
-    statistics: bool,
-    mean: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    plan = Plan(list(layout), softcap, cap_bias, rank, statistics, mean, backend)
-    request = plan.request((query, key, value, scale, bias, target, *support))
-    return _flat(forward(request, backend))  # type: ignore[return-value]
+_OPERAND_SCHEMA = (
+    "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
+)
+_PLAN = "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend"
+_GIVEN = "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target"
+
+library.define("partita::reduce", f"({_OPERANDS}, {_PLAN}) -> ({', '.join(['Tensor'] * 10)})")
+library.define("partita::reduce_backward", f"({_OPERANDS}, {_PLAN}, {_GIVEN}, bool[] needs) -> Tensor[]")
 
 
-@reduce.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    support: Sequence[Tensor],
-    layout: Sequence[int],
-    softcap: float | None,
-    cap_bias: bool,
-    rank: bool,
-    statistics: bool,
-    mean: bool,
-    backend: str,
-) -> tuple[Tensor, ...]:
-    plan = Plan(list(layout), softcap, cap_bias, rank, statistics, mean, backend)
-    request = plan.request((query, key, value, scale, bias, target, *support))
-    rows = (*request.batch, request.n_query)
+def _read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Sequence[Any]]:
+    """The plan, the tensors of the request, and what follows them in an operator's arguments."""
+    operands, support, plan, rest = arguments[:6], arguments[6], arguments[7:14], arguments[14:]
+    layout, *options = plan
+    return Plan(list(layout), *options), (*operands, *support), rest
 
-    def row(there: bool = True, dtype: torch.dtype = request.dtype) -> Tensor:
-        return query.new_empty(rows if there else (_ABSENT,), dtype=dtype)
 
-    def several(there: bool, shape: tuple[int, ...]) -> Tensor:
-        return query.new_empty(shape if there else (_ABSENT,), dtype=request.dtype)
+@library.impl("partita::reduce", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    plan, tensors, _ = _read(arguments)
+    return _flat(forward(plan.request(tensors), plan.backend))
 
-    values = (*rows, 0 if value is None else value.shape[-1])
+
+@library.register_fake("partita::reduce")
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    plan, tensors, _ = _read(arguments)
+    r = plan.request(tensors)
+    rows = (*r.batch, r.n_query)
+    values = (*rows, 0 if r.value is None else r.value.shape[-1])
+    valued, aimed = r.value is not None, r.target is not None
+
+    def empty(there: bool, shape: tuple[int, ...] = rows, dtype: torch.dtype = r.dtype) -> Tensor:
+        return r.query.new_empty(shape if there else (_ABSENT,), dtype=dtype)
+
     return (
-        row(dtype=torch.float64),
-        row(),
-        row(),
-        row(statistics),
-        row(statistics),
-        several(statistics, (5, *rows)),
-        several(value is not None and not mean, values),
-        several(value is not None and mean, values),
-        row(target is not None),
-        row(target is not None and rank, torch.int64),
+        empty(True, dtype=torch.float64),
+        empty(True),
+        empty(True),
+        empty(r.statistics),
+        empty(r.statistics),
+        empty(r.statistics, (5, *rows)),
+        empty(valued and not r.mean, values),
+        empty(valued and r.mean, values),
+        empty(aimed),
+        empty(aimed and r.rank, dtype=torch.int64),
     )
 
 
-@library.custom_op("partita::reduce_backward", mutates_args=())
-def reduce_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    support: Sequence[Tensor],
-    peak: Tensor,
-    g_mass: Tensor,
-    g_first: Tensor | None,
-    g_second: Tensor | None,
-    g_moment: Tensor | None,
-    g_target: Tensor | None,
-    layout: Sequence[int],
-    softcap: float | None,
-    cap_bias: bool,
-    statistics: bool,
-    backend: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    plan = Plan(list(layout), softcap, cap_bias, False, statistics, False, backend)
-    tensors = (query, key, value, scale, bias, target, *support)
-    return _wanted(plan, tensors, (peak, g_mass, g_first, g_second, g_moment, g_target), needs)
+@library.impl("partita::reduce_backward", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
+def _(*arguments: Any) -> list[Tensor]:
+    plan, tensors, (*rows, needs) = _read(arguments)
+    return _wanted(plan, tensors, rows, needs)
 
 
-@reduce_backward.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    support: Sequence[Tensor],
-    peak: Tensor,
-    g_mass: Tensor,
-    g_first: Tensor | None,
-    g_second: Tensor | None,
-    g_moment: Tensor | None,
-    g_target: Tensor | None,
-    layout: Sequence[int],
-    softcap: float | None,
-    cap_bias: bool,
-    statistics: bool,
-    backend: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    given = (query, key, value, scale, bias)
-    return [t.new_empty(t.shape) for t, needed in zip(given, needs, strict=True) if needed and t is not None]
+@library.register_fake("partita::reduce_backward")
+def _(*arguments: Any) -> list[Tensor]:
+    _, tensors, (*_, needs) = _read(arguments)
+    return [t.new_empty(t.shape) for t, needed in zip(tensors[:5], needs, strict=True) if needed and t is not None]
+
+
+def reduce(plan: Plan, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """The pass as an operator, which whoever looks can see."""
+    out: tuple[Tensor, ...] = torch.ops.partita.reduce(*tensors[:6], tensors[6:], *plan.options())
+    return out
 
 
 def _wanted(
@@ -257,9 +206,7 @@ class Pass(torch.autograd.Function):
     def forward(plan: Plan, request: Request | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         if request is not None:
             return _flat(forward(request, plan.backend))
-        query, key, value, scale, bias, target, *support = tensors
-        out: tuple[Tensor, ...] = reduce(query, key, value, scale, bias, target, support, *plan.options())
-        return out
+        return reduce(plan, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -330,9 +277,7 @@ def _gradients(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | Non
     given, rows = tensors[:-_ROWS], tensors[-_ROWS:]
     if not seen:
         return tuple(_wanted(plan, given, rows, needs))
-    query, key, value, scale, bias, target, *support = given
-    options = (plan.layout, plan.softcap, plan.cap_bias, plan.statistics, plan.backend)
-    return tuple(reduce_backward(query, key, value, scale, bias, target, support, *rows, *options, needs))
+    return tuple(torch.ops.partita.reduce_backward(*given[:6], given[6:], *plan.options(), *rows, needs))
 
 
 class Gradients(torch.autograd.Function):

@@ -82,9 +82,7 @@ def execute(request: Request) -> Sums:
         backends.choose(r, name)  # a backend named by the user that cannot serve says so now
     plan, tensors = autograd.Plan.of(r, name)
     if not audience.differentiates:
-        query, key, value, scale, bias, target, *support = tensors
-        out = autograd.reduce(query, key, value, scale, bias, target, support, *plan.options())
-        return _ungrouped(autograd.assemble(out, r), r)
+        return _ungrouped(autograd.assemble(autograd.reduce(plan, tensors), r), r)
     out = autograd.Pass.apply(plan, None if audience.looks else r, *tensors)  # type: ignore[no-untyped-call]
     node = None if audience.looks and torch.compiler.is_compiling() else out[1].grad_fn
     return _ungrouped(autograd.assemble(out, r, node), r)
