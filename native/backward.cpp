@@ -165,6 +165,7 @@ void pack_columns(const PartitaGradients& g, int64_t K, int64_t padded, A* to) {
   }
 }
 
+// Long, because it is one parallel region: what each thread works in is laid out before it, and its loops share that.
 template <class A>
 int32_t backward_as(const PartitaProblem& p, const BackwardPlan& plan, const PartitaGradients& g) {
   constexpr int W = Vec<A>::W;

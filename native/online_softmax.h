@@ -136,6 +136,9 @@ PARTITA_INLINE void shift_about_centre(A d, A ratio, A* mass, A* first, A* secon
   }
 }
 
+// Long, because it is one loop over a tile's rows in three steps that share a dozen small arrays: peaks and references,
+// counts, sums. Cut apart, they would be passed from one to the next.
+//
 // From scores to exponentials for the m rows of a tile; keep[r] is what the row's moment is multiplied by.
 template <class A>
 inline void online_softmax(const ScoreRule<A>& sc, RowStates<A>& t, int64_t at, int m, const VisibleColumns& c,

@@ -113,9 +113,7 @@ def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
     )
 
 
-_OPERAND_SCHEMA = (
-    "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
-)
+_OPERANDS = "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
 _PLAN = "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend"
 _GIVEN = "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target"
 
@@ -130,13 +128,13 @@ def _read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Se
     return Plan(list(layout), *options), (*operands, *support), rest
 
 
-@library.impl("partita::reduce", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
+@library.impl("partita::reduce", "CompositeExplicitAutograd")
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     plan, tensors, _ = _read(arguments)
     return _flat(forward(plan.request(tensors), plan.backend))
 
 
-@library.register_fake("partita::reduce")
+@library.register_fake("partita::reduce")  # type: ignore[untyped-decorator]
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     plan, tensors, _ = _read(arguments)
     r = plan.request(tensors)
@@ -161,13 +159,13 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-@library.impl("partita::reduce_backward", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
+@library.impl("partita::reduce_backward", "CompositeExplicitAutograd")
 def _(*arguments: Any) -> list[Tensor]:
     plan, tensors, (*rows, needs) = _read(arguments)
     return _wanted(plan, tensors, rows, needs)
 
 
-@library.register_fake("partita::reduce_backward")
+@library.register_fake("partita::reduce_backward")  # type: ignore[untyped-decorator]
 def _(*arguments: Any) -> list[Tensor]:
     _, tensors, (*_, needs) = _read(arguments)
     return [t.new_empty(t.shape) for t, needed in zip(tensors[:5], needs, strict=True) if needed and t is not None]
