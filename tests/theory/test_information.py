@@ -134,7 +134,7 @@ def test_budget_is_what_a_row_has_used_and_can_still_lose():
 
 def test_a_row_loses_what_it_could_and_no_more():
     """M-INF-1: descending the entropy of logits kept inside their interval uses up `remaining`."""
-    n, width = 6, 3.0
+    width = 3.0
     z = torch.tensor([0.01, 0, 0, 0, 0, 0], dtype=F64)  # one key ahead: the way to the lowest corner, not to another
     start = info.information_budget(Gibbs(torch.ones(1, 1, dtype=F64), z[:, None]), width)
     for _ in range(400):
