@@ -45,7 +45,8 @@ def test_score_variance():
     assert (a * b).var() == pytest.approx(float(sh.score_variance(1, 1, 1, 0.5, 0.5)), rel=0.03)
     q, k = randn(64), randn(50_000, 64, seed=1)
     assert (k @ q).var() == pytest.approx(float(sh.row_score_variance(q)), rel=0.03)
-    assert (k @ q).std() == pytest.approx(8, rel=0.15)  # sqrt(d), not d
+    # sqrt(d), not d; |q| of one query scatters by 1 / sqrt(2 d) = 0.09 of it, 5 of these
+    assert (k @ q).std() == pytest.approx(8, rel=0.45)
     for d, printed in ((16, 0.0625), (64, 0.0156), (256, 0.0039)):
         assert sh.score_variance(d) / d**2 == pytest.approx(printed, abs=1e-4)
 
@@ -156,7 +157,9 @@ def test_slopes_of_the_policies():
     slopes = {}
     for name, (policy, printed) in POLICIES.items():
         slope, _ = sh.length_slope(policy, cache.__getitem__, [2**9, 2**16])
-        assert slope == pytest.approx(printed, abs=0.06), name
+        # five standard errors of these rows, and of those that were printed (at most 0.17 nats at 2^16)
+        error = sum(float(entropy(policy(n) * s).var()) / len(s) for n, s in cache.items())
+        assert slope == pytest.approx(printed, abs=5 * (error + 0.17**2 / 25) ** 0.5 / log(2**7)), name
         slopes[name] = float(slope)
     assert slopes["inverse sqrt"] > slopes["kappa 1"] > slopes["log 512"] > slopes["calibrated"]
     assert slopes["frozen length"] > 0.95  # a constant scale: no invariance

@@ -113,10 +113,13 @@ def test_general_entropy_law():
     lap = sh.predicted_entropy(n, 0.5, sh.laplace_cumulant(1.0)).entropy
     assert lap == pytest.approx(11.827, abs=2e-3)
     v = torch.rand(n, generator=gen(1), dtype=F64) - 0.5
-    assert entropy(0.5 * -v.sign() * torch.log1p(-2 * v.abs())) == pytest.approx(lap.item(), abs=0.03)
+    # at scale 0.4, where e^{2 scale s} still has a mean: at 1/2 it has none, and no error could be given
+    milder = sh.predicted_entropy(n, 0.4, sh.laplace_cumulant(1.0)).entropy
+    assert entropy(0.4 * -v.sign() * torch.log1p(-2 * v.abs())) == pytest.approx(milder.item(), abs=0.03)
     ber = sh.predicted_entropy(n, 8.0, sh.bernoulli_cumulant(0.01)).entropy
     assert ber == pytest.approx(7.891, abs=2e-3)
-    assert entropy(8.0 * (u < -0.98)) == pytest.approx(ber.item(), abs=0.05)
+    # 2000 keys on top, give or take 45: 0.022 in the entropy, 5 of these
+    assert entropy(8.0 * (u < -0.98)) == pytest.approx(ber.item(), abs=0.11)
 
 
 def test_prediction_knows_where_it_ends():
@@ -235,6 +238,7 @@ def test_spherical_scores():
     keys = torch.nn.functional.normalize(torch.randn(n, d, generator=gen()), dim=-1)
     s = d * keys[:, 0]
     scale = float(sh.spherical_scale(n, 9.427, d))
-    assert entropy(scale * s) == pytest.approx(9.427, abs=0.1)
+    # the law is 0.05 too high at this length, and one row scatters by 0.03: 5 of these
+    assert entropy(scale * s) == pytest.approx(9.427, abs=0.2)
     small = sh.spherical_scale(1e4, 9.0, 1e6)
     assert small == pytest.approx(sqrt(2 * (log(1e4) - 9.0) / 1e6), rel=1e-4)
