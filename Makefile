@@ -17,6 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export ONEDNN_MAX_CPU_ISA   ?= AVX512_CORE_FP16
 
 SOURCES := $(shell find src native -type f -not -name '*.pyc' -not -name '*.so')
+CPP     := $(wildcard native/*.cpp native/*.h)
 
 # Worker processes share the cores: one torch thread in each. Tests of threading set their own number.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
@@ -72,11 +73,13 @@ bench: $(VENV)/dev.stamp   ## ratios against torch's own kernels; run it on a qu
 lint: $(VENV)/dev.stamp   ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
 
 format: $(VENV)/dev.stamp   ## rewrite the sources the way lint wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 statements: $(VENV)/dev.stamp   ## write docs/statements.md anew from the sources
 	$(BIN)/python docs/statements.py

@@ -30,6 +30,8 @@ FORWARD = [
     ((8, 12, 128, 64), False, 1.00),
     ((2, 12, 512, 64), False, 1.00),
 ]
+# As models pass them: transposed views of (batch, n, heads, dim), whose rows lie heads * dim numbers apart.
+TRANSPOSED = [((2, 8, 1024, 64), False, 0.90)]
 BACKWARD = [((1, 8, 2048, 64), False, 0.90), ((1, 8, 2048, 64), True, 0.75)]
 EAGER_BAR, STATS_BAR = 0.30, 1.05
 QUICK = (1, 2, 96, 32)
@@ -42,6 +44,11 @@ def cases(options: Options) -> Iterator[list[Row]]:
         name = f"forward with stats {_name(shape, causal)}"
         if options.wants(name):
             yield _forward(name, shape, causal, bar, options)
+    transposed = [(QUICK, False, 1.0)] if options.quick else TRANSPOSED
+    for shape, causal, bar in transposed:
+        name = f"forward with stats {_name(shape, causal)}, transposed views"
+        if options.wants(name):
+            yield _forward(name, shape, causal, bar, options, transposed=True)
     for shape, causal, bar in backward:
         name = f"forward+backward with entropy {_name(shape, causal)}"
         if options.wants(name):
@@ -56,8 +63,12 @@ def cases(options: Options) -> Iterator[list[Row]]:
         yield _keops(name, shape, options)
 
 
-def _forward(name: str, shape: tuple[int, ...], causal: bool, bar: float, options: Options) -> list[Row]:
+def _forward(
+    name: str, shape: tuple[int, ...], causal: bool, bar: float, options: Options, *, transposed: bool = False
+) -> list[Row]:
     q, k, v = (torch.randn(shape) for _ in range(3))
+    if transposed:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
 
     def ours() -> object:
         return partita.attention(q, k, v, is_causal=causal, return_stats=True)

@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partita.distributed import Ring, Team, pass_on, team_of, wait
+from partita.distributed._ring.communication import send_receive, wait
+from partita.distributed._ring.distribution import Ring
+from partita.distributed._ring.group import Group, group_of
 from partita.distributed.cost import Machine, Work, crossing, gather_time, ring_bytes, ring_time
 from partita.gibbs import Gibbs
 
@@ -122,10 +124,10 @@ def _serve(rank: int, world: int, store: str, sizes: tuple[int, ...], repeat: in
     torch.manual_seed(rank)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     machine = _calibrate(world, repeat, max(sizes))
-    ring, gather, team = {}, {}, team_of(dist.group.WORLD)
+    ring, gather, group = {}, {}, group_of(dist.group.WORLD)
     for n in sizes:
         query, key = (torch.randn(n, DIM, requires_grad=True) for _ in range(2))
-        ring[n] = _time(lambda q=query, k=key: _by_ring(q, k, team), repeat)  # type: ignore[misc]
+        ring[n] = _time(lambda q=query, k=key: _by_ring(q, k, group), repeat)  # type: ignore[misc]
         gather[n] = _time(lambda q=query, k=key: _by_gathering(q, k), repeat)  # type: ignore[misc]
     if rank == 0:
         pipe.send(Measured(machine, ring, gather))
@@ -151,8 +153,8 @@ def _loss(log_partition: Tensor) -> Tensor:
     return log_partition.sum()
 
 
-def _by_ring(query: Tensor, key: Tensor, team: Team) -> object:
-    sums = Ring(query, key, team=team, sizes=[len(key)] * team.size, scale=0.1).sums(statistics=False)
+def _by_ring(query: Tensor, key: Tensor, group: Group) -> object:
+    sums = Ring(query, key, group=group, sizes=[len(key)] * group.size, scale=0.1).sums(statistics=False)
     return torch.autograd.grad(_loss(sums.state.log_partition()), (query, key))
 
 
@@ -248,14 +250,14 @@ def _line(x0: float, y0: float, x1: float, y1: float) -> tuple[float, float]:
 
 
 def _calibrate(world: int, repeat: int, largest: int) -> Machine:
-    team = team_of(dist.group.WORLD)
+    group = group_of(dist.group.WORLD)
     # a ring of one: what a block costs without its journey
     groups = [dist.new_group([rank]) for rank in range(world)]
-    alone = team_of(groups[dist.get_rank()])
+    alone = group_of(groups[dist.get_rank()])
 
     def hop(size: int) -> float:
         out, into = torch.zeros(size // 4), torch.zeros(size // 4)
-        return _time(lambda: wait(pass_on(team, out, into, 0)), repeat)
+        return _time(lambda: wait(send_receive(group, out, into, 0)), repeat)
 
     def collect(size: int) -> float:
         own = torch.zeros(size // 4)
@@ -276,7 +278,7 @@ def _calibrate(world: int, repeat: int, largest: int) -> Machine:
     out, into, busy = torch.zeros(LARGE // 4), torch.zeros(LARGE // 4), block(many)
 
     def together() -> None:
-        moves = pass_on(team, out, into, 0)
+        moves = send_receive(group, out, into, 0)
         busy()
         wait(moves)
 
@@ -305,7 +307,7 @@ def _extrapolate() -> None:
     print(f"{'work':<54} {'devices':>7} " + " ".join(f"{name:>12}" for name in names))
     for name, work in FAR_WORK.items():
         for world in (8, 64, 1024, 16384):
-            # the own block, and of its parts (partita.distributed.parts) the one at hand and the one that arrives
+            # the own block, and of its parts (partita.distributed._ring.blocks) the one at hand and the next
             part = max(work.block_bytes // 16, min(work.block_bytes, 1 << 20))
             sent, held, whole = ring_bytes(work, world), work.block_bytes + 2 * part, world * work.block_bytes
             times = _seconds(ring_time(work, FAR, world)), _seconds(gather_time(work, FAR, world))

@@ -9,11 +9,12 @@
 namespace partita {
 namespace PARTITA_ISA {
 
-constexpr int64_t FEW = 2, FEW_DIM = 512;
+constexpr int64_t DECODE_ROWS = 2, DECODE_DIM = 512;
 
-// Numbers of a query as `score_few` reads it: whole vectors, then its last W numbers with 0 for those that came before.
+// Numbers of a query as `decode_scores` reads it: whole vectors, then its last W numbers with 0 for those that came
+// before.
 template <class A>
-inline void spread_query(const A* packed, int64_t step, int64_t D, A* to) {
+inline void decode_query(const A* packed, int64_t step, int64_t D, A* to) {
   constexpr int W = Vec<A>::W;
   const int64_t whole = D / W * W;
   for (int64_t k = 0; k < whole; ++k) to[k] = packed[k * step];
@@ -22,12 +23,12 @@ inline void spread_query(const A* packed, int64_t step, int64_t D, A* to) {
 
 // s[j] for keys first + j, j < n, n a multiple of W; past `end` the last key is repeated. D is at least W.
 template <class A>
-inline void score_few(const A* query, int64_t D, const Rows& keys, int64_t first, int64_t n, int64_t end, A* s) {
+inline void decode_scores(const A* query, int64_t D, const RowView& keys, int64_t first, int64_t n, int64_t end, A* s) {
   using V = Vec<A>;
   const A* data = reinterpret_cast<const A*>(keys.data);
   const int64_t whole = D / V::W * V::W;
   for (int64_t j = 0; j < n; j += V::W)
-    V::store(s + j, fold<A, true>([&](int i) {
+    V::store(s + j, reduce_lanes<A, true>([&](int i) {
                const int64_t key = first + j + i;
                const A* row = data + (key < end ? key : end - 1) * keys.row;
                typename V::T sum = V::mul(V::load(query), V::load(row));
@@ -39,7 +40,7 @@ inline void score_few(const A* query, int64_t D, const Rows& keys, int64_t first
 
 // N vectors of the values of n keys, in two chains each: one alone would wait for its own sums.
 template <class A, int N>
-PARTITA_INLINE void add_columns_few(int64_t n, const A* e, const A* value, int64_t ld, A* c, A keep) {
+PARTITA_INLINE void decode_accumulate_columns(int64_t n, const A* e, const A* value, int64_t ld, A* c, A keep) {
   using V = Vec<A>;
   typename V::T even[N], odd[N];
 #pragma GCC unroll 4
@@ -60,11 +61,11 @@ PARTITA_INLINE void add_columns_few(int64_t n, const A* e, const A* value, int64
 }
 
 template <class A>
-inline void accumulate_few(int64_t n, const A* e, const A* value, int64_t ld, int64_t width, A* c, A keep) {
+inline void decode_accumulate(int64_t n, const A* e, const A* value, int64_t ld, int64_t width, A* c, A keep) {
   constexpr int W = Vec<A>::W;
   int64_t v = 0;
-  for (; v + 4 * W <= width; v += 4 * W) add_columns_few<A, 4>(n, e, value + v, ld, c + v, keep);
-  for (; v < width; v += W) add_columns_few<A, 1>(n, e, value + v, ld, c + v, keep);
+  for (; v + 4 * W <= width; v += 4 * W) decode_accumulate_columns<A, 4>(n, e, value + v, ld, c + v, keep);
+  for (; v < width; v += W) decode_accumulate_columns<A, 1>(n, e, value + v, ld, c + v, keep);
 }
 
 }  // namespace PARTITA_ISA

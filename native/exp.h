@@ -1,7 +1,7 @@
 // Exponential and hyperbolic tangent of a vector, and the units scores are held in.
 //
-// Inside the kernels scores are in base 2 (natural score times log2 e, folded into the query), which saves the range reduction
-// one multiplication and its second constant. `natural` and `binary` convert a peak there and back.
+// Inside the kernels scores are in base 2 (natural score times log2 e, folded into the query), which saves the range
+// reduction one multiplication and its second constant. `natural` and `binary` convert a peak there and back.
 #pragma once
 #include <cmath>
 
@@ -14,13 +14,15 @@ constexpr double LOG2E = 1.4426950408889634074;
 constexpr double LN2 = 0.69314718055994530942;
 
 template <class A>
-PARTITA_INLINE A neg_inf() { return -static_cast<A>(__builtin_inf()); }
+PARTITA_INLINE A neg_inf() {
+  return -static_cast<A>(__builtin_inf());
+}
 
-// 2^r for r in [0, 1) or [-1/2, 1/2], as `fraction` gives it: float to 0.7 ulp (minimax fits of the relative error, constant
-// pinned to 1), double by its Taylor series.
+// 2^r for r in [0, 1) or [-1/2, 1/2], as `fraction` gives it: float to 0.7 ulp (minimax fits of the relative error,
+// constant pinned to 1), double by its Taylor series.
 PARTITA_INLINE Vec<float>::T exp2_poly(Vec<float>::T r) {
   using V = Vec<float>;
-  constexpr bool D = V::DOWN;
+  constexpr bool D = V::ROUNDS_DOWN;
   V::T p = V::set(D ? 0.00021565972f : 0.0001532647f);
   p = V::fma(p, r, V::set(D ? 0.001248229f : 0.0013390807f));
   p = V::fma(p, r, V::set(D ? 0.009673775f : 0.009618506f));
@@ -49,7 +51,7 @@ PARTITA_INLINE Vec<double>::T exp2_poly(Vec<double>::T r) {
 
 // The sum (or largest) of the lanes of each of W vectors, which get(i) gives: W numbers for the price of four sums.
 template <class A, bool SUM, class Get>
-PARTITA_INLINE typename Vec<A>::T fold(const Get& get) {
+PARTITA_INLINE typename Vec<A>::T reduce_lanes(const Get& get) {
   using V = Vec<A>;
   typename V::T a[V::W];
 #pragma GCC unroll 16
@@ -58,7 +60,7 @@ PARTITA_INLINE typename Vec<A>::T fold(const Get& get) {
   for (int n = V::W / 2; n > 0; n /= 2) {
 #pragma GCC unroll 8
     for (int i = 0; i < n; ++i) {
-      const typename V::T x = V::lo(a[i], a[i + n]), y = V::hi(a[i], a[i + n]);
+      const typename V::T x = V::interleave_low(a[i], a[i + n]), y = V::interleave_high(a[i], a[i + n]);
       a[i] = SUM ? V::add(x, y) : V::max(x, y);
     }
   }
@@ -73,15 +75,15 @@ PARTITA_INLINE typename Vec<A>::T bounded(typename Vec<A>::T x) {
 
 // The same, only where it is needed: MAYBE where x may be -inf.
 template <class A, bool MAYBE>
-PARTITA_INLINE typename Vec<A>::T deep(typename Vec<A>::T x) {
-  return MAYBE || !Vec<A>::DEEP ? bounded<A>(x) : x;
+PARTITA_INLINE typename Vec<A>::T bounded_if(typename Vec<A>::T x) {
+  return MAYBE || !Vec<A>::UNDERFLOWS_TO_ZERO ? bounded<A>(x) : x;
 }
 
 // 2^x for x < 128 (1024) that is bounded or, where that is enough, finite.
 template <class A>
 PARTITA_INLINE typename Vec<A>::T exp2_bounded(typename Vec<A>::T x) {
   using V = Vec<A>;
-  return V::raise(exp2_poly(V::fraction(x)), x);
+  return V::times_power_of_two(exp2_poly(V::fraction(x)), x);
 }
 
 template <class A>

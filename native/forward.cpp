@@ -1,8 +1,8 @@
 // Forward: the sums of each row over its visible keys, relative to the row's peak.
 //
-// A task is a block of rows against a range of keys. Key blocks are the outer loop (a block stays in L2), register tiles of
-// rows the inner one (their scores stay in L1): product, softcap/bias/mask, then peak, exponentials and their sums (soften.h),
-// then the product with the values. Ranges of keys are merged in a fixed order.
+// A task is a block of rows against a range of keys. Key blocks are the outer loop (a block stays in L2), register
+// tiles of rows the inner one (their scores stay in L1): product, softcap/bias/mask, then peak, exponentials and their
+// sums (online_softmax.h), then the product with the values. Ranges of keys are merged in a fixed order.
 #include "column_sums.h"
 #include "decode.h"
 #include "epilogue.h"
@@ -13,30 +13,32 @@ namespace PARTITA_ISA {
 namespace {
 
 template <class A>
-struct Call {
+struct ForwardCall {
   const PartitaProblem& p;
   const Plan& plan;
   const PartitaSums& to;
-  Scores<A> sc;
+  ScoreRule<A> sc;
   int64_t Vp, panels;
-  bool moments, rank, pack_value, few;
+  bool moments, rank, pack_value, decode;
   A* packed = nullptr;  // of the wave: for each group its key panels, then its padded values
   int64_t packed_group = 0;
-  A* partial = nullptr;  // peak, mass, first, second, target score, moment of each unfinished row
+  A* partial = nullptr;              // peak, mass, first, second, target score, moment of each unfinished row
   int64_t* partial_count = nullptr;  // count and rank
-  A* columns = nullptr;  // of each row block
+  A* columns = nullptr;              // of each row block
 
-  Rows keys(int64_t group) const { return rows_of(p.key, group); }
-  Rows values(int64_t group) const { return rows_of(p.value, group); }
-  Rows rows_of(const PartitaOperand& o, int64_t group) const {
+  RowView keys(int64_t group) const { return rows_of(p.key, group); }
+  RowView values(int64_t group) const { return rows_of(p.value, group); }
+  RowView rows_of(const PartitaOperand& o, int64_t group) const {
     const int64_t entry = plan.entries[plan.begin[group]];
-    return {static_cast<const char*>(o.data) + o.offset[entry] * static_cast<int64_t>(dtype_size(p.dtype)), o.row, p.dtype};
+    return {static_cast<const char*>(o.data) + o.offset[entry] * static_cast<int64_t>(dtype_size(p.dtype)), o.row,
+            p.dtype};
   }
 };
 
 // The score of one row's target with the roundings of the tile, so that a copy of the target's key ties with it.
 template <class A>
-inline A target_score(const Scores<A>& sc, const Row& row, const Rows& keys, const A* query, int64_t step, A* temp) {
+inline A target_score(const ScoreRule<A>& sc, const Row& row, const RowView& keys, const A* query, int64_t step,
+                      A* temp) {
   using V = Vec<A>;
   const PartitaProblem& p = *sc.problem;
   const int64_t j = row.target;
@@ -50,17 +52,17 @@ inline A target_score(const Scores<A>& sc, const Row& row, const Rows& keys, con
   }
   alignas(64) A s[16], bias[16];
   V::store(s, total);
-  const Run runs[2] = {{0, V::W}, {V::W, V::W}};
-  Cover c;
+  const ColumnRange runs[2] = {{0, V::W}, {V::W, V::W}};
+  VisibleColumns c;
   c.runs = 1;
   c.end = V::W;
   c.whole = true;
-  finish_scores<A, Vec<A>::W>(sc, &row, 1, j, c, runs, s, bias, nullptr);
+  bias_and_mask<A, Vec<A>::W>(sc, &row, 1, j, c, runs, s, bias, nullptr);
   return s[0];
 }
 
 template <class A>
-void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles) {
+void start_rows(const ForwardCall<A>& call, const Task& task, RowStates<A>& t, int64_t tiles) {
   constexpr int W = Vec<A>::W, L = Shape<A>::LANES;
   const PartitaProblem& p = call.p;
   const int64_t* entry = call.plan.entries + call.plan.begin[task.group] + task.first / p.Q;
@@ -77,36 +79,38 @@ void start_rows(const Call<A>& call, const Task& task, Sums<A>& t, int64_t tiles
   std::memset(t.first, 0, lanes);
   std::memset(t.second, 0, lanes);
   if (call.to.moment) std::memset(t.moment, 0, sizeof(A) * static_cast<size_t>(task.rows * call.Vp));
-  const Rows keys = p.K ? call.keys(task.group) : Rows{};
+  const RowView keys = p.K ? call.keys(task.group) : RowView{};
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t a = task.rows * i / tiles, b = task.rows * (i + 1) / tiles;
     A* query = t.query + i * p.D * L;
-    t.span[i] = span_of(t.row + a, b - a);
+    t.span[i] = key_span(t.row + a, b - a);
     pack_queries<A>(call.sc, t.row + a, static_cast<int>(b - a), t.temp, query);
     if (p.target.data)
-      for (int64_t r = a; r < b; ++r) t.target[r] = target_score<A>(call.sc, t.row[r], keys, query + (r - a), L, t.temp);
+      for (int64_t r = a; r < b; ++r)
+        t.target[r] = target_score<A>(call.sc, t.row[r], keys, query + (r - a), L, t.temp);
   }
 }
 
 template <class A>
-bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
+bool epilogue(const ForwardCall<A>& call, const Task& task, const RowStates<A>& t) {
   using V = Vec<A>;
   const PartitaProblem& p = call.p;
   const bool counted = call.sc.masked || p.bias.data;
   bool fine = true;
-  Totals<A> sum;
+  RowTotals<A> sum;
   for (int64_t r = 0; r < task.rows; ++r) {
     const Row& row = t.row[r];
     const int lane = static_cast<int>(r % V::W);
-    if (lane == 0) add_lanes<A>(t, r, task.rows, call.moments, call.to.mean, sum);
+    if (lane == 0) sum_lanes<A>(t, r, task.rows, call.moments, call.to.mean, sum);
     int64_t count = t.count[r];
     if (!counted) {
       const int64_t lo = row.start > task.key_begin ? row.start : task.key_begin;
       const int64_t hi = row.stop < task.key_end ? row.stop : task.key_end;
-      count = hi > lo ? hi - lo - (p.hole && row.index >= lo && row.index < hi) : 0;
+      count = hi > lo ? hi - lo - (p.exclude_self && row.index >= lo && row.index < hi) : 0;
     }
     if (task.partial < 0) {
-      fine &= finish_row<A>(p, call.to, row, sum.row(lane, t.peak[r]), t.moment + r * call.Vp, count, t.rank[r], t.target[r]);
+      fine &= write_row<A>(p, call.to, row, sum.row(lane, t.peak[r]), t.moment + r * call.Vp, count, t.rank[r],
+                           t.target[r]);
     } else {
       A* part = call.partial + (task.partial + r) * (5 + call.Vp);
       part[0] = t.peak[r];
@@ -122,13 +126,14 @@ bool finish_rows(const Call<A>& call, const Task& task, const Sums<A>& t) {
   return fine;
 }
 
-// Asks the cache for a share (`part` of `parts`) of what a later task reads first, while this one computes: heads of a short
-// sequence are otherwise waited for, one after the other.
+// Asks the cache for a share (`part` of `parts`) of what a later task reads first, while this one computes: heads of a
+// short sequence are otherwise waited for, one after the other.
 template <class A>
-void fetch(const Call<A>& call, const Task* task, int64_t part, int64_t parts) {
+void prefetch_task(const ForwardCall<A>& call, const Task* task, int64_t part, int64_t parts) {
   if (!task) return;
   const PartitaProblem& p = call.p;
-  const int64_t size = static_cast<int64_t>(dtype_size(p.dtype)), entry = call.plan.entries[call.plan.begin[task->group] + task->first / p.Q];
+  const int64_t size = static_cast<int64_t>(dtype_size(p.dtype)),
+                entry = call.plan.entries[call.plan.begin[task->group] + task->first / p.Q];
   const auto rows = [&](const PartitaOperand& o, int64_t first, int64_t n, int64_t width) {
     if (!o.data) return;
     for (int64_t r = n * part / parts; r < n * (part + 1) / parts; ++r) {
@@ -141,79 +146,108 @@ void fetch(const Call<A>& call, const Task* task, int64_t part, int64_t parts) {
   if (call.to.moment) rows(p.value, 0, p.K, p.V);
 }
 
+// Key panels and values of one key block, packed or as they lie.
 template <class A>
-bool run_task(const Call<A>& call, const Task& task, Sums<A>& t, const A* packed, const Task* later) {
-  constexpr int KEYS = Block<A>::KEYS, P = Shape<A>::PANEL, LD = Block<A>::LD, L = Shape<A>::LANES, R = Shape<A>::ROWS;
+struct KeyBlock {
+  int64_t begin, end;    // keys
+  const A* panels;       // null for the decode kernel, which reads keys as they lie
+  const A* value;        // null where no moment is wanted
+  int64_t value_stride;  // from one key's value to the next
+};
+
+template <class A>
+KeyBlock<A> load_key_block(const ForwardCall<A>& call, const Task& task, int64_t key, int64_t hi, const A* packed,
+                           RowStates<A>& t) {
+  constexpr int KEYS = Block<A>::KEYS, P = Shape<A>::PANEL;
   const PartitaProblem& p = call.p;
+  KeyBlock<A> block{key, key + KEYS < p.K ? key + KEYS : p.K, packed + key * p.D, nullptr, call.Vp};
+  const int64_t used = block.end < hi ? block.end : hi;
+  if (!call.plan.prepacked && !call.decode) {
+    pack_panels<A>(call.keys(task.group), p.K, p.D, key / P, (used + P - 1) / P, t.panel, t.temp);
+    block.panels = t.panel;
+  }
+  if (!call.to.moment) return block;
+  const RowView values = call.values(task.group);
+  if (!call.pack_value) {
+    block.value = reinterpret_cast<const A*>(values.data) + key * values.row;
+    block.value_stride = values.row;
+  } else if (call.plan.prepacked) {
+    block.value = packed + call.panels * P * p.D + key * call.Vp;
+  } else {
+    pack_rows<A>(values, p.V, call.Vp, key, used, t.value);
+    block.value = t.value;
+  }
+  return block;
+}
+
+// One register tile (rows [at, at + m) of the task, number i) against one key block: scores, online softmax, moments.
+template <class A>
+void run_tile(const ForwardCall<A>& call, const Task& task, RowStates<A>& t, int64_t i, int64_t at, int m,
+              const KeyBlock<A>& block, const A* decode_rows, const ColumnSums<A>& columns) {
+  constexpr int P = Shape<A>::PANEL, LD = Block<A>::LD, L = Shape<A>::LANES;
+  const PartitaProblem& p = call.p;
+  const int64_t key = block.begin;
+  ColumnRange runs[Block<A>::RUNS];
+  const VisibleColumns c = visible_columns<A>(p, call.sc.masked, t.span[i], t.row + at, m, key, block.end, runs);
+  if (!c.runs) return;
+  for (int u = 0; u < c.runs; ++u) {
+    const ColumnRange run = runs[u];
+    if (call.decode)
+      for (int r = 0; r < m; ++r)
+        decode_scores<A>(decode_rows + r * DECODE_DIM, p.D, call.keys(task.group), key + run.begin, run.end - run.begin,
+                         p.K, t.score + r * LD + run.begin);
+    else
+      score<A, LD>(m, p.D, t.query + i * p.D * L, block.panels + run.begin * p.D, (run.end - run.begin) / P,
+                   t.score + run.begin);
+  }
+  if (!call.sc.plain || !c.whole) bias_and_mask<A, LD>(call.sc, t.row + at, m, key, c, runs, t.score, t.temp, nullptr);
+  if (call.to.col_peak) add_to_columns<A, LD>(t.score, m, c.begin, c.end, key, columns);
+  alignas(64) A keep[L];
+  online_softmax<A>(call.sc, t, at, m, c, call.moments, call.rank, keep);
+  if (!block.value) return;
+  const int64_t ldv = block.value_stride;
+  for (int u = 0; u < c.runs; ++u) {
+    const int64_t begin = runs[u].begin, n = (runs[u].end < c.last ? runs[u].end : c.last) - begin;
+    const A* value = block.value + begin * ldv;
+    if (call.decode)
+      for (int r = 0; r < m; ++r)
+        decode_accumulate<A>(n, t.score + r * LD + begin, value, ldv, call.Vp, t.moment + r * call.Vp,
+                             u ? A(1) : keep[r]);
+    else
+      accumulate<A, 1, LD>(m, n, t.score + begin, value, ldv, call.Vp, t.moment + at * call.Vp, call.Vp,
+                           u ? nullptr : keep);
+  }
+}
+
+template <class A>
+bool run_task(const ForwardCall<A>& call, const Task& task, RowStates<A>& t, const A* packed, const Task* later) {
+  constexpr int KEYS = Block<A>::KEYS, P = Shape<A>::PANEL, L = Shape<A>::LANES, R = Shape<A>::ROWS;
   const int64_t tiles = (task.rows + R - 1) / R, padded = call.panels * P;
-  Columns<A> columns(call.columns + task.piece * 4 * padded, padded);
+  ColumnSums<A> columns(call.columns + task.row_block * 2 * padded, padded);
   if (call.to.col_peak) columns.clear(padded);
   start_rows(call, task, t, tiles);
-  Span seen;
+  KeySpan seen;
   for (int64_t i = 0; i < tiles; ++i) seen.add(t.span[i]);
   const int64_t lo = seen.lo < task.key_begin ? task.key_begin : seen.lo / KEYS * KEYS;
   const int64_t hi = seen.hi > task.key_end ? task.key_end : seen.hi;
 
-  alignas(64) A query[FEW * FEW_DIM];
-  if (call.few)
-    for (int64_t r = 0; r < task.rows; ++r) spread_query<A>(t.query + r, L, p.D, query + r * FEW_DIM);
+  alignas(64) A query[DECODE_ROWS * DECODE_DIM];
+  if (call.decode)
+    for (int64_t r = 0; r < task.rows; ++r) decode_query<A>(t.query + r, L, call.p.D, query + r * DECODE_DIM);
 
   for (int64_t key = lo; key < hi; key += KEYS) {
-    const int64_t end = key + KEYS < p.K ? key + KEYS : p.K, used = end < hi ? end : hi;
-    const A* panels = packed + key * p.D;
-    if (!call.plan.prepacked && !call.few) {
-      pack_panels<A>(call.keys(task.group), p.K, p.D, key / P, (used + P - 1) / P, t.panel, t.temp);
-      panels = t.panel;
-    }
-    const A* value = nullptr;
-    int64_t ldv = call.Vp;
-    if (call.to.moment) {
-      const Rows values = call.values(task.group);
-      if (!call.pack_value) {
-        value = reinterpret_cast<const A*>(values.data) + key * values.row;
-        ldv = values.row;
-      } else if (call.plan.prepacked) {
-        value = packed + call.panels * P * p.D + key * call.Vp;
-      } else {
-        pack_rows<A>(values, p.V, call.Vp, key, used, t.value);
-        value = t.value;
-      }
-    }
+    const KeyBlock<A> block = load_key_block<A>(call, task, key, hi, packed, t);
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t at = task.rows * i / tiles;
-      const int m = static_cast<int>(task.rows * (i + 1) / tiles - at);
-      Run runs[Block<A>::RUNS];
-      if (key == lo) fetch(call, later, i, tiles);
-      const Cover c = cover<A>(call.sc, t.span[i], t.row + at, m, key, end, runs);
-      if (!c.runs) continue;
-      for (int u = 0; u < c.runs; ++u) {
-        const Run run = runs[u];
-        if (call.few)
-          for (int r = 0; r < m; ++r)
-            score_few<A>(query + r * FEW_DIM, p.D, call.keys(task.group), key + run.begin, run.end - run.begin, p.K, t.score + r * LD + run.begin);
-        else
-          score<A, LD>(m, p.D, t.query + i * p.D * L, panels + run.begin * p.D, (run.end - run.begin) / P, t.score + run.begin);
-      }
-      if (!call.sc.plain || !c.whole) finish_scores<A, LD>(call.sc, t.row + at, m, key, c, runs, t.score, t.temp, nullptr);
-      if (call.to.col_peak) add_columns<A, LD>(t.score, m, c.begin, c.end, key, columns);
-      alignas(64) A keep[L];
-      soften<A>(call.sc, t, at, m, c, call.moments, call.rank, keep);
-      if (!value) continue;
-      for (int u = 0; u < c.runs; ++u) {
-        const int64_t begin = runs[u].begin, n = (runs[u].end < c.last ? runs[u].end : c.last) - begin;
-        if (call.few)
-          for (int r = 0; r < m; ++r)
-            accumulate_few<A>(n, t.score + r * LD + begin, value + begin * ldv, ldv, call.Vp, t.moment + r * call.Vp, u ? A(1) : keep[r]);
-        else
-          accumulate<A, 1, LD>(m, n, t.score + begin, value + begin * ldv, ldv, call.Vp, t.moment + at * call.Vp, call.Vp, u ? nullptr : keep);
-      }
+      if (key == lo) prefetch_task(call, later, i, tiles);
+      run_tile<A>(call, task, t, i, at, static_cast<int>(task.rows * (i + 1) / tiles - at), block, query, columns);
     }
   }
-  return finish_rows(call, task, t);
+  return epilogue(call, task, t);
 }
 
 template <class A>
-bool run_merge(const Call<A>& call, const Merge& merge, A* moment) {
+bool run_merge(const ForwardCall<A>& call, const Merge& merge, A* moment) {
   const int64_t ld = 5 + call.Vp;
   bool fine = true;
   for (int64_t r = 0; r < merge.rows; ++r) {
@@ -247,94 +281,115 @@ bool run_merge(const Call<A>& call, const Merge& merge, A* moment) {
     const Row row = make_row(call.p, call.plan.entries[call.plan.begin[merge.group] + f / call.p.Q], f % call.p.Q);
     const A target = call.partial[(merge.partial + r) * ld + 4];
     const A by = mass > 0 ? mass : A(1), ln2 = static_cast<A>(LN2);
-    const Total<A> total{peak, mass, first, spread, call.to.mean ? 1 / by : A(1), mass > 0 ? std::log(mass) : A(0), first * ln2 / by,
-                         spread * (ln2 * ln2) / by};
-    fine &= finish_row<A>(call.p, call.to, row, total, moment, count, rank, target);
+    const RowTotal<A> total{peak,
+                            mass,
+                            first,
+                            spread,
+                            call.to.mean ? 1 / by : A(1),
+                            mass > 0 ? std::log(mass) : A(0),
+                            first * ln2 / by,
+                            spread * (ln2 * ln2) / by};
+    fine &= write_row<A>(call.p, call.to, row, total, moment, count, rank, target);
   }
   return fine;
 }
 
+// Keys (and values, where they are packed) of a wave's groups, shared out among the threads.
 template <class A>
-int32_t reduce_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& to) {
+void pack_wave(const ForwardCall<A>& call, const Wave& wave, A* temp, bool failed) {
+  constexpr int P = Shape<A>::PANEL;
+  constexpr int64_t STEP = 8;  // panels at a time
+  const PartitaProblem& p = call.p;
+  const int64_t steps = (call.panels + STEP - 1) / STEP, pieces = (wave.group_end - wave.group) * steps;
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t i = 0; i < pieces; ++i) {
+    if (failed) continue;
+    const int64_t g = wave.group + i / steps, a = i % steps * STEP;
+    const int64_t b = a + STEP < call.panels ? a + STEP : call.panels;
+    A* to_group = call.packed + (g - wave.group) * call.packed_group;
+    pack_panels<A>(call.keys(g), p.K, p.D, a, b, to_group + a * P * p.D, temp);
+    if (call.pack_value)
+      pack_rows<A>(call.values(g), p.V, call.Vp, a * P, b * P < p.K ? b * P : p.K,
+                   to_group + call.panels * P * p.D + a * P * call.Vp);
+  }
+}
+
+template <class A>
+ForwardCall<A> make_call(const PartitaProblem& p, const Plan& plan, const PartitaSums& to) {
   constexpr int W = Vec<A>::W, P = Shape<A>::PANEL;
-  Call<A> call{p, plan, to, make_scores<A>(p), 0, (p.K + P - 1) / P, to.first != nullptr, to.rank != nullptr, false, false};
+  ForwardCall<A> call{
+      p, plan, to, make_score_rule<A>(p), 0, (p.K + P - 1) / P, to.first || to.stats, to.rank != nullptr, false, false};
+  const bool same_dtype = p.dtype == (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64);
   call.Vp = to.moment ? round_up(p.V, W) : 0;
   // Values are read as they lie, unless that needs a conversion or rows so far apart that they share a few cache sets.
-  const bool crowded = p.value.row > p.V && p.value.row * static_cast<int64_t>(sizeof(A)) % 4096 == 0;
-  call.pack_value = to.moment && (p.dtype != (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64) || p.V % W != 0 || crowded);
-  // The score of a target is made as those of a register block are, so that copies of it tie; so are those of a backward pass.
-  call.few = to.last && plan.rows <= FEW && p.D >= W && p.D <= FEW_DIM && !plan.prepacked && !p.target.data && !to.col_peak &&
-             p.dtype == (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64);
+  const bool rows_alias = p.value.row > p.V && p.value.row * static_cast<int64_t>(sizeof(A)) % 4096 == 0;
+  call.pack_value = to.moment && (!same_dtype || p.V % W != 0 || rows_alias);
+  // The score of a target is made as those of a register block are, so that copies of it tie; so are those of a
+  // backward pass.
+  call.decode = to.forward_only && plan.rows <= DECODE_ROWS && p.D >= W && p.D <= DECODE_DIM && !plan.prepacked &&
+                !p.target.data && !to.col_peak && same_dtype;
   call.packed_group = call.panels * P * (p.D + (call.pack_value ? call.Vp : 0));
+  return call;
+}
 
+template <class A>
+int32_t forward_as(const PartitaProblem& p, const Plan& plan, const PartitaSums& to) {
+  constexpr int P = Shape<A>::PANEL;
+  ForwardCall<A> call = make_call<A>(p, plan, to);
   int64_t wave_groups = 0;
   for (int64_t w = 0; w < plan.waves; ++w) {
     const int64_t n = plan.wave[w].group_end - plan.wave[w].group;
     wave_groups = n > wave_groups ? n : wave_groups;
   }
-  const auto carve = [&](Carver c) {
+  const auto lay_out = [&](Arena c) {
     call.packed = c.take<A>(plan.prepacked ? wave_groups * call.packed_group : 0);
     call.partial = c.take<A>(plan.partial_rows * (5 + call.Vp));
     call.partial_count = c.take<int64_t>(plan.partial_rows * 2);
-    call.columns = c.take<A>(to.col_peak ? plan.pieces * 4 * call.panels * P : 0);
+    call.columns = c.take<A>(to.col_peak ? plan.row_blocks * 2 * call.panels * P : 0);
     return c.used;
   };
-  const Shared shared(carve(Carver{nullptr}) + 64);
+  const SharedWorkspace shared(lay_out(Arena{nullptr}) + 64);
   if (!shared.data) return NO_MEMORY;
-  carve(Carver{static_cast<char*>(shared.data)});
+  lay_out(Arena{static_cast<char*>(shared.data)});
 
   // A whole head, with room to spare in the second-level cache of most processors.
   const bool ahead = !plan.prepacked && plan.merges == 0 &&
                      (p.K * (p.D + p.V) + plan.rows * p.D) * static_cast<int64_t>(dtype_size(p.dtype)) <= 512 << 10;
 
-  int32_t failed = 0, odd = 0;
-#pragma omp parallel num_threads(p.threads) reduction(| : failed, odd)
+  int32_t failed = 0, not_finite = 0;
+#pragma omp parallel num_threads(static_cast<int>(plan.threads)) reduction(| : failed, not_finite)
   {
     FlushDenormals flush;
-    Sums<A> t;
-    Carver count{nullptr};
-    t.carve(count, plan.rows, p.D, call.Vp, !plan.prepacked, call.pack_value && !plan.prepacked);
-    Carver carver{static_cast<char*>(scratch(count.used + 64))};
-    failed = !carver.base;
-    if (carver.base) t.carve(carver, plan.rows, p.D, call.Vp, !plan.prepacked, call.pack_value && !plan.prepacked);
+    RowStates<A> t;
+    Arena count{nullptr};
+    t.lay_out(count, plan.rows, p.D, call.Vp, !plan.prepacked, call.pack_value && !plan.prepacked);
+    Arena arena{static_cast<char*>(thread_workspace(count.used + 64))};
+    failed = !arena.base;
+    if (arena.base) t.lay_out(arena, plan.rows, p.D, call.Vp, !plan.prepacked, call.pack_value && !plan.prepacked);
     for (int64_t w = 0; w < plan.waves; ++w) {
       const Wave& wave = plan.wave[w];
-      if (plan.prepacked) {
-        constexpr int64_t STEP = 8;  // panels at a time
-        const int64_t steps = (call.panels + STEP - 1) / STEP, pieces = (wave.group_end - wave.group) * steps;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < pieces; ++i) {
-          if (failed) continue;
-          const int64_t g = wave.group + i / steps, a = i % steps * STEP;
-          const int64_t b = a + STEP < call.panels ? a + STEP : call.panels;
-          A* to_group = call.packed + (g - wave.group) * call.packed_group;
-          pack_panels<A>(call.keys(g), p.K, p.D, a, b, to_group + a * P * p.D, t.temp);
-          if (call.pack_value)
-            pack_rows<A>(call.values(g), p.V, call.Vp, a * P, b * P < p.K ? b * P : p.K,
-                         to_group + call.panels * P * p.D + a * P * call.Vp);
-        }
-      }
+      if (plan.prepacked) pack_wave<A>(call, wave, t.temp, failed);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = wave.task; i < wave.task_end; ++i) {
         if (failed) continue;
         const Task& task = plan.task[i];
-        const Task* later = ahead && i + p.threads < wave.task_end ? &plan.task[i + p.threads] : nullptr;
-        odd |= !run_task<A>(call, task, t, call.packed + (task.group - wave.group) * call.packed_group, later);
+        const Task* later = ahead && i + plan.threads < wave.task_end ? &plan.task[i + plan.threads] : nullptr;
+        not_finite |= !run_task<A>(call, task, t, call.packed + (task.group - wave.group) * call.packed_group, later);
       }
     }
     // Each loop ends in a barrier, which on a busy machine costs a time slice: none where there is nothing to do.
     if (plan.merges) {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < plan.merges; ++i)
-        if (!failed) odd |= !run_merge<A>(call, plan.merge[i], t.moment);
+        if (!failed) not_finite |= !run_merge<A>(call, plan.merge[i], t.moment);
     }
     if (to.col_peak) {
 #pragma omp for schedule(static)
       for (int64_t j = 0; j < p.K; ++j)
-        if (!failed) odd |= !finish_column<A>(call.columns, plan.pieces, call.panels * P, j, to);
+        if (!failed) not_finite |= !write_column<A>(call.columns, plan.row_blocks, call.panels * P, j, to);
     }
   }
-  return failed ? NO_MEMORY : odd ? NOT_FINITE : FINITE;
+  return failed ? NO_MEMORY : not_finite ? NOT_FINITE : FINITE;
 }
 
 template <class A>
@@ -348,10 +403,12 @@ Tuning tuning_as(const PartitaProblem& p) {
 
 }  // namespace
 
-Tuning tuning(const PartitaProblem& p) { return p.dtype == PARTITA_FLOAT64 ? tuning_as<double>(p) : tuning_as<float>(p); }
+Tuning forward_tuning(const PartitaProblem& p) {
+  return p.dtype == PARTITA_FLOAT64 ? tuning_as<double>(p) : tuning_as<float>(p);
+}
 
-int32_t reduce(const PartitaProblem& p, const Plan& plan, const PartitaSums& to) {
-  return p.dtype == PARTITA_FLOAT64 ? reduce_as<double>(p, plan, to) : reduce_as<float>(p, plan, to);
+int32_t forward(const PartitaProblem& p, const Plan& plan, const PartitaSums& to) {
+  return p.dtype == PARTITA_FLOAT64 ? forward_as<double>(p, plan, to) : forward_as<float>(p, plan, to);
 }
 
 }  // namespace PARTITA_ISA

@@ -3,7 +3,8 @@
 //   acc[r][v] += sum_k a[k * AK + r * AR] * b[k * ldb + v]
 //
 // The strides of the left factor are compile-time, so all M broadcasts share one pointer. Three forms serve everything:
-// packed rows (AK = LANES, AR = 1), a score tile as it lies (AK = 1, AR = its stride), a score tile transposed (the reverse).
+// packed rows (AK = LANES, AR = 1), a score tile as it lies (AK = 1, AR = its stride), a score tile transposed (the
+// reverse).
 #pragma once
 #include "simd.h"
 
@@ -18,11 +19,12 @@ struct Shape {
   static constexpr int PANEL = 2 * W;              // keys of a packed panel
 };
 
-// Sums over a long dim are cut into pieces of this length, added up: a plain chain of 4096 additions loses three times more.
+// Sums over a long dim are cut into pieces of this length, added up: a plain chain of 4096 additions loses three times
+// more.
 constexpr int64_t CHAIN = 384;
 
-// The right factor comes from the second-level cache, and is asked for this many rows before it is needed: 2 to 4 % faster
-// with 128 features, 1 to 3 % with 64.
+// The right factor comes from the second-level cache, and is asked for this many rows before it is needed: 2 to 4 %
+// faster with 128 features, 1 to 3 % with 64.
 constexpr int64_t AHEAD = 32;
 
 template <class A, int M, int N, int AK, int AR>
@@ -79,7 +81,8 @@ void score_rows(int64_t D, const A* a, const A* panel, int64_t panels, A* s) {
 
 // c[r][v] = keep[r] * c[r][v] + sum_{j < n} a[j * AK + r * AR] b[j][v] for v < width, a multiple of W.
 template <class A, int M, int N, int AK, int AR>
-PARTITA_INLINE void accumulate_columns(int64_t n, const A* a, const A* b, int64_t ldb, A* c, int64_t ldc, const A* keep) {
+PARTITA_INLINE void accumulate_columns(int64_t n, const A* a, const A* b, int64_t ldb, A* c, int64_t ldc,
+                                       const A* keep) {
   using V = Vec<A>;
   typename V::T acc[M][N];
 #pragma GCC unroll 16
@@ -104,7 +107,8 @@ void accumulate_rows(int64_t n, const A* a, const A* b, int64_t ldb, int64_t wid
   if (v < width) accumulate_columns<A, M, 1, AK, AR>(n, a, b + v, ldb, c + v, ldc, keep);
 }
 
-// Any number of rows up to ROWS, as a few blocks of the heights that are compiled: the tallest that fits, then the rest.
+// Any number of rows up to ROWS, as a few blocks of the heights that are compiled: the tallest that fits, then the
+// rest.
 template <class A, int M>
 struct Lower {  // the next height below M
   static constexpr int ROWS = M > 12 ? M - 1 : M > 10 ? 10 : M > 8 ? 8 : M > 6 ? 6 : M > 4 ? 4 : M > 2 ? 2 : 1;
@@ -124,8 +128,8 @@ PARTITA_INLINE void score(int64_t m, int64_t D, const A* a, const A* panel, int6
 }
 
 template <class A, int AK, int AR, int M = Vec<A>::ROWS>
-PARTITA_INLINE void accumulate(int64_t m, int64_t n, const A* a, const A* b, int64_t ldb, int64_t width, A* c, int64_t ldc,
-                               const A* keep) {
+PARTITA_INLINE void accumulate(int64_t m, int64_t n, const A* a, const A* b, int64_t ldb, int64_t width, A* c,
+                               int64_t ldc, const A* keep) {
   if (m >= M) {
     accumulate_rows<A, M, AK, AR>(n, a, b, ldb, width, c, ldc, keep);
     a += M * AR;

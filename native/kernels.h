@@ -1,31 +1,34 @@
-// The kernels of one instruction set, as the dispatcher sees them. `plan` has been made with the tuning of the same set.
+// The kernels of one instruction set, as the dispatcher sees them. `plan` has been made with the tuning of the same
+// set.
 #pragma once
 #include "interface.h"
+#include "plan.h"
 
 namespace partita {
 
 enum Outcome : int32_t { FINITE = 0, NOT_FINITE = 1, NO_MEMORY = 2 };
 
 struct Kernels {
-  Tuning (*tuning)(const PartitaProblem&);
-  int32_t (*reduce)(const PartitaProblem&, const Plan&, const PartitaSums&);
+  Tuning (*forward_tuning)(const PartitaProblem&);
+  int32_t (*forward)(const PartitaProblem&, const Plan&, const PartitaSums&);
   Tuning (*backward_tuning)(const PartitaProblem&);
   int32_t (*backward)(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&);
-  int32_t (*rows)(const PartitaRows&);
+  int32_t (*softmax_rows)(const PartitaSoftmaxRows&);
   int32_t (*logits)(const PartitaLogits&);
-  void (*tally)(const PartitaTally&);
+  void (*accumulate_statistics)(const PartitaStatistics&);
 };
 
-#define PARTITA_DECLARE(isa)                                                                   \
-  namespace isa {                                                                              \
-  Tuning tuning(const PartitaProblem&);                                                        \
-  int32_t reduce(const PartitaProblem&, const Plan&, const PartitaSums&);                      \
-  Tuning backward_tuning(const PartitaProblem&);                                               \
-  int32_t backward(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&);       \
-  int32_t rows(const PartitaRows&);                                                            \
-  int32_t logits(const PartitaLogits&);                                                        \
-  void tally(const PartitaTally&);                                                             \
-  constexpr Kernels kernels = {tuning, reduce, backward_tuning, backward, rows, logits, tally}; \
+#define PARTITA_DECLARE(isa)                                                             \
+  namespace isa {                                                                        \
+  Tuning forward_tuning(const PartitaProblem&);                                          \
+  int32_t forward(const PartitaProblem&, const Plan&, const PartitaSums&);               \
+  Tuning backward_tuning(const PartitaProblem&);                                         \
+  int32_t backward(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&); \
+  int32_t softmax_rows(const PartitaSoftmaxRows&);                                       \
+  int32_t logits(const PartitaLogits&);                                                  \
+  void accumulate_statistics(const PartitaStatistics&);                                  \
+  constexpr Kernels kernels = {forward_tuning, forward, backward_tuning,      backward,  \
+                               softmax_rows,   logits,  accumulate_statistics};          \
   }
 PARTITA_DECLARE(baseline)
 PARTITA_DECLARE(avx2)

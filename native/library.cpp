@@ -4,7 +4,7 @@
 #include <new>
 
 #include "kernels.h"
-#include "plan.h"
+#include "planner.h"
 
 namespace partita {
 namespace {
@@ -42,38 +42,68 @@ const Choice& choice() {
 using namespace partita;
 
 // Raised with every change of the structures, so that Python never talks to a library of another version.
-PARTITA_API int32_t partita_version() { return 5; }
+PARTITA_API int32_t partita_version() { return 6; }
 
 PARTITA_API const char* partita_isa() { return choice().name; }
 
-// 0: done. 1: done, and a result is not finite. 2: out of memory.
-PARTITA_API int32_t partita_reduce(const PartitaProblem* p, const PartitaSums* to) {
+namespace {
+
+int32_t run_forward(const PartitaProblem& p, const PartitaSums& to) {
+  PlanStorage storage;
+  Tuning tuning = choice().kernels->forward_tuning(p);
+  tuning.columns = to.col_peak != nullptr;
+  return choice().kernels->forward(p, make_plan(p, tuning, storage), to);
+}
+
+// No exception leaves the library: what it could not allocate is an outcome.
+template <class Call>
+int32_t guarded(const Call& call) {
   try {
-    Storage storage;
-    Tuning tuning = choice().kernels->tuning(*p);
-    tuning.columns = to->col_peak != nullptr;
-    const Plan plan = make_plan(*p, tuning, storage);
-    return choice().kernels->reduce(*p, plan, *to);
+    return call();
   } catch (const std::bad_alloc&) {
     return NO_MEMORY;
   }
 }
 
-PARTITA_API int32_t partita_reduce_backward(const PartitaProblem* p, const PartitaGradients* g) {
-  try {
+}  // namespace
+
+// Each gives 0: done. 1: done, and a result is not finite. 2: out of memory.
+PARTITA_API int32_t partita_forward(const PartitaProblem* p, const PartitaSums* to) {
+  return guarded([&] { return run_forward(*p, *to); });
+}
+
+// Where only addresses and the scale differ from an earlier call: `p` and `to` hold the rest.
+PARTITA_API int32_t partita_attention(const PartitaProblem* geometry, const PartitaSums* outputs,
+                                      const PartitaAttention* call) {
+  return guarded([&] {
+    PartitaProblem p = *geometry;
+    PartitaSums to = *outputs;
+    double wide = call->scale;
+    float narrow = static_cast<float>(call->scale);
+    p.query.data = call->query;
+    p.key.data = call->key;
+    p.value.data = call->value;
+    p.scale.data = p.dtype == PARTITA_FLOAT64 ? static_cast<void*>(&wide) : &narrow;
+    to.moment = call->mean;
+    to.stats = call->stats;
+    to.count = call->count;
+    return run_forward(p, to);
+  });
+}
+
+PARTITA_API int32_t partita_backward(const PartitaProblem* p, const PartitaGradients* g) {
+  return guarded([&] {
     BackwardStorage storage;
     const BackwardPlan plan = make_backward_plan(*p, *g, choice().kernels->backward_tuning(*p), storage);
     return choice().kernels->backward(*p, plan, *g);
-  } catch (const std::bad_alloc&) {
-    return NO_MEMORY;
-  }
+  });
 }
 
-PARTITA_API int32_t partita_rows(const PartitaRows* r) { return choice().kernels->rows(*r); }
+PARTITA_API int32_t partita_softmax_rows(const PartitaSoftmaxRows* r) { return choice().kernels->softmax_rows(*r); }
 
 PARTITA_API int32_t partita_logits(const PartitaLogits* l) { return choice().kernels->logits(*l); }
 
-PARTITA_API int32_t partita_tally(const PartitaTally* t) {
-  choice().kernels->tally(*t);
+PARTITA_API int32_t partita_statistics(const PartitaStatistics* s) {
+  choice().kernels->accumulate_statistics(*s);
   return FINITE;
 }

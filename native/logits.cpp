@@ -1,7 +1,7 @@
 // logits = input weight^T for a chunk of rows of a classifier: few rows, many classes, every product kept.
 //
-// Blocks of classes are packed and stay in L2 while all rows pass by. A general matrix product packs for re-use over many
-// more rows than a chunk has; the other two products of a cross entropy have long inner sums, which it does best.
+// Blocks of classes are packed and stay in L2 while all rows pass by. A general matrix product packs for re-use over
+// many more rows than a chunk has; the other two products of a cross entropy have long inner sums, which it does best.
 #include <algorithm>
 
 #include "kernels.h"
@@ -26,15 +26,15 @@ int32_t logits_as(const PartitaLogits& l) {
   // Few blocks and many rows: the rows are shared out too.
   const int64_t cuts = std::max<int64_t>(1, std::min((4 * l.threads + blocks - 1) / blocks, n / (8 * R)));
   const A* input = static_cast<const A*>(l.input);
-  const Rows classes{static_cast<const char*>(l.weight), l.weight_row, l.dtype};
+  const RowView classes{static_cast<const char*>(l.weight), l.weight_row, l.dtype};
   const int64_t bytes = static_cast<int64_t>(sizeof(A)) * tiles * D * L;
-  const Shared shared_rows(static_cast<size_t>(bytes) + 64);
+  const SharedWorkspace shared_rows(static_cast<size_t>(bytes) + 64);
   A* packed = static_cast<A*>(shared_rows.data);
   if (!packed) return NO_MEMORY;
   bool failed = false;
 #pragma omp parallel num_threads(l.threads)
   {
-    A* panel = static_cast<A*>(scratch(sizeof(A) * static_cast<size_t>(keys * D + R * LD) + 64));
+    A* panel = static_cast<A*>(thread_workspace(sizeof(A) * static_cast<size_t>(keys * D + R * LD) + 64));
     A* tile = panel + keys * D;
     if (!panel) {
 #pragma omp atomic write
@@ -70,7 +70,9 @@ int32_t logits_as(const PartitaLogits& l) {
 
 }  // namespace
 
-int32_t logits(const PartitaLogits& l) { return l.dtype == PARTITA_FLOAT64 ? logits_as<double>(l) : logits_as<float>(l); }
+int32_t logits(const PartitaLogits& l) {
+  return l.dtype == PARTITA_FLOAT64 ? logits_as<double>(l) : logits_as<float>(l);
+}
 
 }  // namespace PARTITA_ISA
 }  // namespace partita

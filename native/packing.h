@@ -3,9 +3,10 @@
 //   panel   keys (or rows) of one panel, feature-major: panel[k][j]; missing keys are 0
 //   rows    row-major with a padded width; missing columns are 0
 #pragma once
+#include "gemm.h"
 #include "interface.h"
 #include "simd.h"
-#include "gemm.h"
+#include "workspace.h"
 
 namespace partita {
 namespace PARTITA_ISA {
@@ -35,20 +36,6 @@ PARTITA_INLINE float from_float16(uint16_t h) {
   return f;
 #endif
 }
-
-constexpr int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
-
-// Hands out pieces of one allocation. Made twice: once with null to count, once with memory.
-struct Carver {
-  char* base;
-  size_t used = 0;
-  template <class T>
-  T* take(int64_t n) {
-    char* p = base ? base + used : nullptr;
-    used += static_cast<size_t>(round_up(static_cast<int64_t>(sizeof(T)) * n, 64));
-    return reinterpret_cast<T*>(p);
-  }
-};
 
 inline size_t dtype_size(int32_t dtype) { return dtype == PARTITA_FLOAT64 ? 8 : dtype == PARTITA_FLOAT32 ? 4 : 2; }
 
@@ -109,8 +96,8 @@ PARTITA_INLINE void transpose(const A* const* rows, int64_t k, const A* factor, 
   for (int round = 1; round < W; round *= 2) {
 #pragma GCC unroll 16
     for (int i = 0; i < W / 2; ++i) {
-      b[2 * i] = V::lo(a[i], a[i + W / 2]);
-      b[2 * i + 1] = V::hi(a[i], a[i + W / 2]);
+      b[2 * i] = V::interleave_low(a[i], a[i + W / 2]);
+      b[2 * i + 1] = V::interleave_high(a[i], a[i + W / 2]);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) a[i] = b[i];
@@ -145,7 +132,7 @@ inline void pack_tile(const A* rows, int64_t m, int64_t D, int64_t ld, A* to) {
 }
 
 // Where keys or values of one group lie.
-struct Rows {
+struct RowView {
   const char* data = nullptr;
   int64_t row = 0;  // in elements
   int32_t dtype = 0;
@@ -153,7 +140,7 @@ struct Rows {
 
 // Panels [first, last) of keys below `end`; temp holds W rows of D.
 template <class A>
-inline void pack_panels(const Rows& from, int64_t end, int64_t D, int64_t first, int64_t last, A* to, A* temp) {
+inline void pack_panels(const RowView& from, int64_t end, int64_t D, int64_t first, int64_t last, A* to, A* temp) {
   constexpr int W = Vec<A>::W, P = Shape<A>::PANEL;
   const bool same = from.dtype == (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64);
   for (int64_t p = first; p < last; ++p, to += D * P)
@@ -176,7 +163,7 @@ inline void pack_panels(const Rows& from, int64_t end, int64_t D, int64_t first,
 
 // Rows [first, last) with their width padded.
 template <class A>
-inline void pack_rows(const Rows& from, int64_t n, int64_t padded, int64_t first, int64_t last, A* to) {
+inline void pack_rows(const RowView& from, int64_t n, int64_t padded, int64_t first, int64_t last, A* to) {
   for (int64_t j = first; j < last; ++j, to += padded)
     convert_row<A>(from.data, j * from.row, from.dtype, n, padded, A(1), to);
 }

@@ -1,10 +1,8 @@
 // A tile of scores: the rows of one register block against the keys of one key block.
 //
-// `Row` says what one query row may see, `cover` which panels of the key block any row of the tile can see, `finish_scores`
-// turns products into scores in base 2: softcap, bias, then -inf on what is invisible.
+// `bias_and_mask` turns products into scores in base 2: softcap, bias, then -inf on what is invisible.
 #pragma once
-#include "exp.h"
-#include "packing.h"
+#include "mask.h"
 
 namespace partita {
 namespace PARTITA_ISA {
@@ -16,66 +14,29 @@ struct Block {  // sizes of a key block and of the score buffer
   static constexpr int RUNS = KEYS / Shape<A>::PANEL;
 };
 
-struct Row {
-  int64_t entry, index, out;  // batch entry, row in it, entry * Q + index
-  int64_t start, stop;
-  int64_t target;  // -1 where absent
-  const char* bias;
-  const uint8_t* mask;
-  const int32_t* segments;
-  int32_t segment;
-};
-
 template <class A>
-struct Scores {  // what every tile of a call shares
+struct ScoreRule {  // what every tile of a call shares
   const PartitaProblem* problem;
-  A fold;       // multiplies scale: log2 e, or 1 / softcap
-  A cap;        // softcap * log2 e, 0 where absent
-  bool plain;   // no softcap, no bias
-  bool masked;  // segments or a mask: visibility is more than an interval
+  A query_factor;  // multiplies scale: log2 e, or 1 / softcap
+  A cap;           // softcap * log2 e, 0 where absent
+  bool plain;      // no softcap, no bias
+  bool masked;     // segments or a mask: visibility is more than an interval
 };
 
 template <class A>
-inline Scores<A> make_scores(const PartitaProblem& p) {
-  Scores<A> s;
+inline ScoreRule<A> make_score_rule(const PartitaProblem& p) {
+  ScoreRule<A> s;
   s.problem = &p;
-  s.fold = static_cast<A>(p.softcap > 0 ? 1.0 / p.softcap : LOG2E);
+  s.query_factor = static_cast<A>(p.softcap > 0 ? 1.0 / p.softcap : LOG2E);
   s.cap = static_cast<A>(p.softcap > 0 ? p.softcap * LOG2E : 0.0);
   s.plain = !(p.softcap > 0) && !p.bias.data;
   s.masked = p.mask.data || p.query_segment.data;
   return s;
 }
 
-template <class T>
-PARTITA_INLINE const T* row_at(const PartitaOperand& o, int64_t entry, int64_t index) {
-  return static_cast<const T*>(o.data) + o.offset[entry] + index * o.row;
-}
-
-inline Row make_row(const PartitaProblem& p, int64_t entry, int64_t index) {
-  Row r;
-  r.entry = entry;
-  r.index = index;
-  r.out = entry * p.Q + index;
-  const int64_t start = p.start.data ? *row_at<int32_t>(p.start, entry, index) : 0;
-  const int64_t stop = p.stop.data ? *row_at<int32_t>(p.stop, entry, index) : p.K;
-  r.start = start > 0 ? start : 0;
-  r.stop = stop < p.K ? stop : p.K;
-  if (r.stop < r.start) r.stop = r.start;
-  r.target = p.target.data ? *row_at<int64_t>(p.target, entry, index) : -1;
-  r.bias = nullptr;
-  if (p.bias.data) {
-    const int64_t at = p.bias.offset[entry] + index * p.bias.row;
-    r.bias = static_cast<const char*>(p.bias.data) + at * static_cast<int64_t>(dtype_size(p.bias_dtype));
-  }
-  r.mask = p.mask.data ? row_at<uint8_t>(p.mask, entry, index) : nullptr;
-  r.segments = p.key_segment.data ? row_at<int32_t>(p.key_segment, entry, 0) : nullptr;
-  r.segment = p.query_segment.data ? *row_at<int32_t>(p.query_segment, entry, index) : 0;
-  return r;
-}
-
 // The queries of m rows, times scale and fold, as the register block reads them; temp holds W of them.
 template <class A>
-inline void pack_queries(const Scores<A>& sc, const Row* rows, int m, A* temp, A* to) {
+inline void pack_queries(const ScoreRule<A>& sc, const Row* rows, int m, A* temp, A* to) {
   constexpr int W = Vec<A>::W, L = Shape<A>::LANES;
   const PartitaProblem& p = *sc.problem;
   const bool same = p.dtype == (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64);
@@ -85,121 +46,12 @@ inline void pack_queries(const Scores<A>& sc, const Row* rows, int m, A* temp, A
     for (int i = 0; i < W; ++i) {
       const Row& row = rows[half + i < m ? half + i : m - 1];  // lanes past m are never read
       const int64_t from = p.query.offset[row.entry] + row.index * p.query.row;
-      factor[i] = *row_at<A>(p.scale, row.entry, row.index) * sc.fold;
+      factor[i] = *row_at<A>(p.scale, row.entry, row.index) * sc.query_factor;
       at[i] = same ? static_cast<const A*>(p.query.data) + from : temp + i * p.D;
       if (!same) convert_row<A>(p.query.data, from, p.dtype, p.D, p.D, A(1), temp + i * p.D);
     }
     transpose_rows<A, true>(at, p.D, to + half, L, factor);
   }
-}
-
-// Visible to this row, bias aside.
-inline bool visible(const PartitaProblem& p, const Row& r, int64_t j) {
-  return j >= r.start && j < r.stop && !(p.hole && j == r.index) && (!r.segments || r.segments[j] == r.segment) &&
-         (!r.mask || r.mask[p.mask.col ? j : 0]);
-}
-
-struct Run {
-  int begin, end;  // columns of the key block, multiples of a panel
-};
-
-struct Span {  // of keys that some rows see, by their intervals
-  int64_t lo = INT64_MAX, hi = 0;              // any of them
-  int64_t inner_lo = 0, inner_hi = INT64_MAX;  // all of them
-  int64_t first = INT64_MAX, last = -1;        // the rows' own places, where a hole may be
-  void add(const Span& s) {
-    lo = s.lo < lo ? s.lo : lo;
-    hi = s.hi > hi ? s.hi : hi;
-    inner_lo = s.inner_lo > inner_lo ? s.inner_lo : inner_lo;
-    inner_hi = s.inner_hi < inner_hi ? s.inner_hi : inner_hi;
-    first = s.first < first ? s.first : first;
-    last = s.last > last ? s.last : last;
-  }
-};
-
-inline Span span_of(const Row* rows, int64_t m) {
-  Span s;
-  for (int64_t r = 0; r < m; ++r) {
-    const bool some = rows[r].stop > rows[r].start;
-    s.add({some ? rows[r].start : INT64_MAX, some ? rows[r].stop : 0, rows[r].start, rows[r].stop, rows[r].index, rows[r].index});
-  }
-  return s;
-}
-
-struct Cover {
-  int runs = 0;
-  int begin = 0, end = 0;  // first and last column of all runs
-  int64_t last = 0;        // columns at or past this one are invisible to every row
-  Run sure = {0, 0};       // whole vectors that every row sees, bias aside; begin and end where there are none
-  bool whole = false;      // that is all of them
-};
-
-// Does any row of the tile see a key of [j, end)? Exact for masks; for segments, whether the ranges of ids meet.
-inline bool panel_seen(const PartitaProblem& p, const Row* rows, int m, int64_t j, int64_t end) {
-  if (rows[0].segments) {
-    bool meet = false;
-    const int32_t* known = nullptr;
-    int32_t low = 0, high = 0;
-    for (int r = 0; r < m && !meet; ++r) {
-      if (rows[r].segments != known) {
-        known = rows[r].segments;
-        low = high = known[j];
-        for (int64_t i = j; i < end; ++i) {
-          low = known[i] < low ? known[i] : low;
-          high = known[i] > high ? known[i] : high;
-        }
-      }
-      meet = rows[r].segment >= low && rows[r].segment <= high;
-    }
-    if (!meet) return false;
-  }
-  if (!rows[0].mask) return true;
-  for (int r = 0; r < m; ++r) {
-    if (!p.mask.col) {
-      if (rows[r].mask[0]) return true;
-      continue;
-    }
-    uint8_t any = 0;
-    for (int64_t i = j; i < end; ++i) any |= rows[r].mask[i];
-    if (any) return true;
-  }
-  return false;
-}
-
-template <class A>
-inline Cover cover(const Scores<A>& s, const Span& span, const Row* rows, int m, int64_t key, int64_t end, Run* runs) {
-  constexpr int P = Shape<A>::PANEL;
-  const PartitaProblem& p = *s.problem;
-  Cover c;
-  const int64_t lo = span.lo < key ? key : span.lo, hi = span.hi > end ? end : span.hi;
-  const int64_t inner_lo = span.inner_lo > key ? span.inner_lo : key, inner_hi = span.inner_hi < end ? span.inner_hi : end;
-  const bool hole = p.hole && span.first < end && span.last >= key;
-  if (lo >= hi) return c;
-  const int first = static_cast<int>((lo - key) / P), last = static_cast<int>((hi - key + P - 1) / P);
-  if (!s.masked) {
-    runs[0] = {first * P, last * P};
-    c.runs = 1;
-  } else {
-    for (int q = first; q < last; ++q) {
-      const int64_t a = key + q * P, b = a + P < p.K ? a + P : p.K;
-      if (!panel_seen(p, rows, m, a, b)) continue;
-      if (c.runs && runs[c.runs - 1].end == q * P)
-        runs[c.runs - 1].end = (q + 1) * P;
-      else
-        runs[c.runs++] = {q * P, (q + 1) * P};
-    }
-    if (!c.runs) return c;
-  }
-  c.begin = runs[0].begin;
-  c.end = runs[c.runs - 1].end;
-  c.last = hi - key < c.end ? hi - key : c.end;
-  constexpr int W = Vec<A>::W;
-  const int64_t from = (inner_lo - key + W - 1) / W * W, to = inner_hi > key ? (inner_hi - key) / W * W : 0;
-  c.sure.begin = from < c.begin ? c.begin : from > c.end ? c.end : static_cast<int>(from);
-  c.sure.end = to > c.end ? c.end : static_cast<int>(to);
-  if (s.masked || hole || c.sure.end < c.sure.begin) c.sure = {c.end, c.end};
-  c.whole = c.sure.begin == c.begin && c.sure.end == c.end;
-  return c;
 }
 
 // The bias of one row for columns [begin, end) of the key block, times log2 e, added to s. `temp` holds a key block.
@@ -217,31 +69,10 @@ inline void add_bias(const PartitaProblem& p, const Row& row, int64_t key, int b
     V::store(s + j, V::fma(V::load(temp + j), V::set(static_cast<A>(LOG2E)), V::load(s + j)));
 }
 
-template <class A>
-inline void hide(const PartitaProblem& p, const Row& row, int64_t key, int begin, int end, A* s) {
-  using V = Vec<A>;
-  const A none = neg_inf<A>();
-  const int64_t from = row.start - key, to = row.stop - key;
-  for (int j = begin; j < end && j < from; ++j) s[j] = none;
-  int j = to > begin ? static_cast<int>(to < end ? to : end) : begin;
-  for (; j < end && j % V::W; ++j) s[j] = none;
-  for (; j < end; j += V::W) V::store(s + j, V::set(none));
-  if (p.hole && row.index - key >= begin && row.index - key < end) s[row.index - key] = none;
-  const int64_t stop = p.K - key < end ? p.K - key : end;
-  if (row.segments)
-    for (int64_t j = begin; j < stop; ++j) s[j] = row.segments[key + j] == row.segment ? s[j] : none;
-  if (row.mask) {
-    if (p.mask.col)
-      for (int64_t j = begin; j < stop; ++j) s[j] = row.mask[key + j] ? s[j] : none;
-    else if (!row.mask[0])
-      for (int64_t j = begin; j < stop; ++j) s[j] = none;
-  }
-}
-
 // Products to scores, for m rows of one tile. With a softcap, `tanhs` (or null) receives tanh of the scaled products.
 template <class A, int LD>
-inline void finish_scores(const Scores<A>& sc, const Row* rows, int m, int64_t key, const Cover& c, const Run* runs, A* s,
-                          A* temp, A* tanhs) {
+inline void bias_and_mask(const ScoreRule<A>& sc, const Row* rows, int m, int64_t key, const VisibleColumns& c,
+                          const ColumnRange* runs, A* s, A* temp, A* tanhs) {
   using V = Vec<A>;
   for (int r = 0; r < m; ++r) {
     A* row = s + r * LD;
@@ -254,7 +85,7 @@ inline void finish_scores(const Scores<A>& sc, const Row* rows, int m, int64_t k
         }
       }
       if (rows[r].bias) add_bias(*sc.problem, rows[r], key, runs[u].begin, runs[u].end, row, temp);
-      if (!c.whole) hide(*sc.problem, rows[r], key, runs[u].begin, runs[u].end, row);
+      if (!c.whole) mask_row(*sc.problem, rows[r], key, runs[u].begin, runs[u].end, row);
       if (u)
         for (int j = runs[u - 1].end; j < runs[u].begin; ++j) row[j] = neg_inf<A>();
     }

@@ -1,10 +1,7 @@
-// Softmax over rows of explicit logits, and its gradient in their place: the middle of a cross entropy whose products are
-// made elsewhere. With c = s - peak, p = softmax(s), H = entropy, for the loss
+// Softmax over rows of explicit logits, and its gradient in their place: the middle of a cross entropy whose products
+// are made elsewhere. With p = softmax(s), for the loss sum_i weight_i (log Z_i - s_i,target)
 //
-//   loss_i = nll_i (log Z - s_target) + square_i log^2 Z + spread_i H
-//   dloss / ds_j = p_j (nll + 2 square log Z - spread (c_j - E[c])) - nll [j = target]
-#include <cmath>
-
+//   dloss / ds_j = weight (p_j - [j = target])
 #include "exp.h"
 #include "kernels.h"
 
@@ -15,13 +12,12 @@ namespace {
 
 template <class A>
 struct RowSums {
-  A peak, mass, first, second, target;
-  int64_t rank;
+  A peak, mass, target;
 };
 
 // One row: adds the bias, finds the peak, sums the exponentials; STORE leaves them in the row.
 template <class A, bool STORE>
-RowSums<A> sum_row(A* s, const A* bias, int64_t n, int64_t target, bool rank, A* tail) {
+RowSums<A> sum_row(A* s, const A* bias, int64_t n, int64_t target, A* tail) {
   using V = Vec<A>;
   constexpr int W = V::W;
   const typename V::T log2e = V::set(static_cast<A>(LOG2E));
@@ -36,92 +32,65 @@ RowSums<A> sum_row(A* s, const A* bias, int64_t n, int64_t target, bool rank, A*
   }
   top = V::max(V::load(tail), top);
   RowSums<A> out;
-  out.peak = V::top(top);
+  out.peak = V::reduce_max(top);
   out.target = target < 0 ? neg_inf<A>() : target < whole ? s[target] : tail[target - whole];
-  out.rank = 0;
-  if (rank) {
-    for (int64_t j = 0; j < whole; j += W) out.rank += V::above(V::load(s + j), V::set(out.target));
-    out.rank += V::above(V::load(tail), V::set(out.target));
-  }
   const typename V::T peak = V::set(out.peak == neg_inf<A>() ? A(0) : out.peak);
-  typename V::T mass = V::set(0), first = mass, second = mass;
+  typename V::T mass = V::set(0);
   const auto step = [&](A* at) {
-    const typename V::T c = V::sub(V::load(at), peak), e = exp2_bounded<A>(bounded<A>(V::mul(c, log2e)));
-    const typename V::T ec = V::mul(e, V::max(V::set(V::FLOOR), c));
+    const typename V::T e = exp2_bounded<A>(bounded<A>(V::mul(V::sub(V::load(at), peak), log2e)));
     mass = V::add(mass, e);
-    first = V::add(first, ec);
-    second = V::fma(ec, V::max(V::set(V::FLOOR), c), second);
     if (STORE) V::store(at, e);
   };
   for (int64_t j = 0; j < whole; j += W) step(s + j);
   if (whole < n) step(tail);
   if (STORE || bias)
     for (int64_t j = whole; j < n; ++j) s[j] = tail[j - whole];
-  out.mass = V::sum(mass);
-  out.first = V::sum(first);
-  out.second = V::sum(second);
+  out.mass = V::reduce_sum(mass);
   return out;
 }
 
 template <class A>
-bool do_row(const PartitaRows& r, int64_t i, A* tail) {
-  A* s = static_cast<A*>(r.logits) + i * r.ld;
-  const auto given = [&](const void* x) { return x ? static_cast<const A*>(x)[i] : A(0); };
-  const A nll = given(r.nll), square = given(r.square), spread = given(r.spread);
-  const int64_t target = r.target ? r.target[i] : -1, kept = target >= 0 && target < r.cols ? target : -1;
+bool softmax_row(const PartitaSoftmaxRows& r, int64_t i, A* tail) {
+  A* s = static_cast<A*>(r.logits) + i * r.row;
+  const A weight = r.weight ? static_cast<const A*>(r.weight)[i] : A(0);
+  const int64_t target = r.target[i], kept = target >= 0 && target < r.cols ? target : -1;
   const A* bias = static_cast<const A*>(r.bias);
-  const RowSums<A> sums = r.gradient && spread == 0 ? sum_row<A, true>(s, bias, r.cols, kept, r.rank, tail)
-                                                    : sum_row<A, false>(s, bias, r.cols, kept, r.rank, tail);
+  const RowSums<A> sums =
+      r.gradient ? sum_row<A, true>(s, bias, r.cols, kept, tail) : sum_row<A, false>(s, bias, r.cols, kept, tail);
   static_cast<A*>(r.peak)[i] = sums.peak;
   static_cast<A*>(r.mass)[i] = sums.mass;
-  static_cast<A*>(r.first)[i] = sums.first;
-  static_cast<A*>(r.second)[i] = sums.second;
   static_cast<A*>(r.target_score)[i] = sums.target;
-  if (r.rank) r.rank[i] = sums.rank;
   if (r.gradient) {
-    const A log_z = sums.peak + static_cast<A>(std::log(static_cast<double>(sums.mass)));
-    const A level = square == 0 ? nll : nll + 2 * square * log_z, share = 1 / sums.mass;
-    if (level == 0 && spread == 0) {
+    const A share = 1 / sums.mass;
+    if (weight == 0) {
       std::memset(s, 0, sizeof(A) * static_cast<size_t>(r.cols));
-    } else if (spread == 0) {
-      const A factor = level * share;
-      for (int64_t j = 0; j < r.cols; ++j) s[j] *= factor;
     } else {
-      using V = Vec<A>;
-      const A mean = sums.first * share;
-      const auto slope = [&](const A* from, A* to) {
-        const typename V::T c = V::sub(V::load(from), V::set(sums.peak));
-        const typename V::T e = exp2_bounded<A>(bounded<A>(V::mul(c, V::set(static_cast<A>(LOG2E)))));
-        const typename V::T near = V::max(V::set(V::FLOOR), c);
-        V::store(to, V::mul(V::mul(e, V::set(share)), V::fma(V::set(-spread), near, V::set(level + spread * mean))));
-      };
-      int64_t j = 0;
-      for (; j + V::W <= r.cols; j += V::W) slope(s + j, s + j);
-      for (int64_t k = 0; k < V::W; ++k) tail[k] = j + k < r.cols ? s[j + k] : neg_inf<A>();
-      slope(tail, tail);
-      for (int64_t k = 0; j + k < r.cols; ++k) s[j + k] = tail[k];
+      const A factor = weight * share;
+      for (int64_t j = 0; j < r.cols; ++j) s[j] *= factor;
     }
-    if (kept >= 0) s[kept] -= nll;
+    if (kept >= 0) s[kept] -= weight;
   }
-  return (sums.mass + sums.first + sums.second + (sums.peak > neg_inf<A>() ? sums.peak : A(0))) * 0 == 0;
+  return (sums.mass + (sums.peak > neg_inf<A>() ? sums.peak : A(0))) * 0 == 0;
 }
 
 template <class A>
-int32_t rows_as(const PartitaRows& r) {
-  int32_t odd = 0;
-#pragma omp parallel num_threads(r.threads) reduction(| : odd)
+int32_t softmax_rows_as(const PartitaSoftmaxRows& r) {
+  int32_t not_finite = 0;
+#pragma omp parallel num_threads(r.threads) reduction(| : not_finite)
   {
     FlushDenormals flush;
     alignas(64) A tail[16];
 #pragma omp for schedule(dynamic, 4)
-    for (int64_t i = 0; i < r.rows; ++i) odd |= !do_row<A>(r, i, tail);
+    for (int64_t i = 0; i < r.rows; ++i) not_finite |= !softmax_row<A>(r, i, tail);
   }
-  return odd ? NOT_FINITE : FINITE;
+  return not_finite ? NOT_FINITE : FINITE;
 }
 
 }  // namespace
 
-int32_t rows(const PartitaRows& r) { return r.dtype == PARTITA_FLOAT64 ? rows_as<double>(r) : rows_as<float>(r); }
+int32_t softmax_rows(const PartitaSoftmaxRows& r) {
+  return r.dtype == PARTITA_FLOAT64 ? softmax_rows_as<double>(r) : softmax_rows_as<float>(r);
+}
 
 }  // namespace PARTITA_ISA
 }  // namespace partita

@@ -170,6 +170,15 @@ def test_what_is_no_support_is_told_how_to_become_one(entry):
         call("causal")
 
 
+@pytest.mark.parametrize("options", [{}, {"enable_gqa": True}, {"dropout_p": 0.5}, {"softcap": 2.0}])
+def test_what_is_no_tensor_is_named(options):
+    q, k, v = heads(2, 3, 5, 4)
+    with pytest.raises(DtypeError, match="query must be a tensor; got list"):
+        partita.attention([1.0], k, v, **options)
+    with pytest.raises(DtypeError, match="key must be a tensor; got list"):
+        partita.attention(q, [1.0], v, **options)
+
+
 def test_explain_takes_a_distribution():
     with pytest.raises(DtypeError, match=r"explain\(Gibbs\(query, key\)\)"):
         partita.explain(torch.zeros(2, 3))

@@ -114,8 +114,8 @@ def check_pair(query: Tensor, key: Tensor) -> None:
 
 
 def check_heads(query: Tensor, key: Tensor) -> None:
-    """Fewer key heads than query heads need to be asked for."""
-    if query.dim() < 3 or key.dim() < 3:
+    """Fewer key heads than query heads need to be asked for; what is no tensor is told so later."""
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.dim() < 3 or key.dim() < 3:
         return
     many, few = query.shape[-3], key.shape[-3]
     if 1 < few < many and many % few == 0:

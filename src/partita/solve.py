@@ -65,7 +65,7 @@ def solve_scale(
         return execute(request).state
 
     with torch.no_grad():
-        solved, reached = _search(at, target.detach(), n, _spread(query, key, n, grouped))
+        solved, reached = _search(at, target.detach(), n, _score_deviation(query, key, n, grouped))
     if not torch.is_grad_enabled() or not (query.requires_grad or key.requires_grad or target.requires_grad):
         return solved
     state = at(solved)
@@ -99,7 +99,7 @@ def _target(entropy: float | Tensor | None, width: float | Tensor | None, n: Ten
         ) from None
 
 
-def _spread(query: Tensor, key: Tensor, n: Tensor, grouped: bool) -> Tensor:
+def _score_deviation(query: Tensor, key: Tensor, n: Tensor, grouped: bool) -> Tensor:
     """Standard deviation of each row's scores over all keys, from the keys' covariance: only a starting point."""
     q, k = query.to(n.dtype), key.to(n.dtype).nan_to_num(0.0, 0.0, 0.0)
     if k.shape[-2] == 0:

@@ -25,7 +25,7 @@ from partita.engine.terms import Term, window_mask
 from partita.engine.terms import visible as visible_keys
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 
-__all__ = ["Support", "all", "causal", "check_support", "lengths", "mask", "not_self", "segments", "window"]
+__all__ = ["Support", "all", "causal", "lengths", "mask", "not_self", "segments", "window"]
 
 _PRINTED = 32  # entries of a tensor that a repr writes out; a larger one is named by its kind and shape
 

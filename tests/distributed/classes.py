@@ -96,3 +96,23 @@ def merged(group: Any, how: str) -> None:
     for x, y in zip(b[1:], a[1:], strict=True):
         close(x.grad, part(y.grad, sizes), "gradient of a slice")
     close(total_gradient(b[0].grad, b[0]), a[0].grad, "gradient of the query, summed")
+
+
+def far_apart(group: Any) -> None:
+    """Peaks of the ranks 95 apart, where float32 underflows: no statistic's gradient is lost, or infinite.
+
+    A gradient is a sum of terms e^-g (g + 1)^2 < 1.5, so below 6 W, each made by some 20 roundings.
+    """
+    torch.manual_seed(8)
+    world, rank = group.size(), group.rank()
+    scores = torch.rand(3, 4 * world, dtype=F64) - 95.0 * (torch.arange(4 * world) // 4)
+    own, s = leaf(scores[:, 4 * rank : 4 * rank + 4].float()), leaf(scores.float().double())
+    found = distributed.merge(partita.State.of(own), group)
+    p = s.softmax(-1)
+    mean = (p * s).sum(-1)
+    truth = s.logsumexp(-1), (p * (s - mean[:, None]) ** 2).sum(-1), -(p * s.log_softmax(-1)).sum(-1), mean
+    sum(x.sum() for x in truth).backward()
+    read = found.log_partition(), found.score_variance(), found.entropy(), found.mean_score()
+    sum(x.sum() for x in read).backward()
+    off = (own.grad.double() - s.grad[:, 4 * rank : 4 * rank + 4]).abs().max()
+    assert off <= 20 * 6 * world * len(read) * torch.finfo(torch.float32).eps, off

@@ -65,6 +65,21 @@ def info_nce(group: Any, how: str, n: int = 13, dim: int = 5, **options: Any) ->
     close(total_gradient(own_t.grad, own_t), whole_t.grad, "gradient of the temperature")
 
 
+def temperature_of_each_row(group: Any) -> None:
+    """Rank 0 has a single row, whose temperature of shape (1,) is no less one of each row."""
+    torch.manual_seed(3)
+    sizes = [1, *[3] * (group.size() - 1)]
+    n = sum(sizes)
+    q, k, t = torch.randn(n, 4, dtype=F64), torch.randn(n, 4, dtype=F64), torch.rand(n, dtype=F64) + 0.5
+    whole, own = leaf(t), leaf(part(t, sizes))
+    expected = partita.info_nce_loss(q, k, temperature=whole)
+    found = partita.info_nce_loss(part(q, sizes), part(k, sizes), temperature=own, group=group)
+    close(found, expected, "loss")
+    found.backward()
+    expected.backward()
+    close(own.grad, part(whole.grad, sizes), "gradient of the temperatures")
+
+
 def _queue(keys: Tensor | None, dim: int) -> Queue | None:
     if keys is None:
         return None

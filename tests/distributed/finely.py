@@ -10,11 +10,11 @@ import torch
 
 import partita
 from partita import distributed
-from partita.distributed import parts
+from partita.distributed._ring import blocks
 
 
 def _fine() -> Any:
-    return mock.patch.multiple(parts, _SMALLEST=64, _FEW=2, _FEW_ROWS=3)
+    return mock.patch.multiple(blocks, _SMALLEST=64, _FEW=2, _FEW_ROWS=3)
 
 
 def again(group: Any, file: str, check: str, **arguments: Any) -> Any:
@@ -28,9 +28,9 @@ def cuts(group: Any) -> tuple[int, int, int]:
     with _fine():
         one, heads = torch.zeros(40, 8), torch.zeros(6, 40, 8)
         return (
-            len(parts.Parts.of([one], 40)),
-            len(parts.Parts.of([heads, heads], 40)),
-            len(parts.Parts.of([heads, heads[:1]], 40)),
+            len(blocks.Parts.of([one], 40)),
+            len(blocks.Parts.of([heads, heads], 40)),
+            len(blocks.Parts.of([heads, heads[:1]], 40)),
         )
 
 
@@ -39,4 +39,4 @@ def bytes_sent(group: Any, n: int, dim: int) -> tuple[int, int, int]:
     own = [torch.randn(n, dim, requires_grad=True) for _ in range(2)]
     with _fine(), distributed.traffic() as sent:
         partita.info_nce_loss(*own, group=group).backward()
-        return sent.sent_bytes, sent.messages, len(parts.Parts.of(own[1:], n))
+        return sent.sent_bytes, sent.messages, len(blocks.Parts.of(own[1:], n))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import partita
 from partita import distributed, scale, support
-from partita.distributed import Layout
+from partita.distributed._ring.layout import Layout, even_sizes
 from tests.distributed.checks import close, close_fields, leaf, split, total_gradient
 
 F64 = torch.float64
@@ -59,8 +59,7 @@ def attention(
     zig = order == "zigzag"
     if zig:
         group = distributed.zigzag(group)
-        pieces = distributed.layout._even(n, distributed.team_of(group))
-        sizes, key_sizes = pieces, distributed.layout._even(m, distributed.team_of(group))
+        sizes, key_sizes = even_sizes(n, world, zig), even_sizes(m, world, zig)
     rows, keys = Layout.of(sizes, zig).positions(rank), Layout.of(key_sizes, zig).positions(rank)
 
     q, k, v = torch.randn(B, H, n, dim), torch.randn(B, heads, m, dim), torch.randn(B, heads, m, dim + 1)
@@ -163,7 +162,7 @@ def even_work(group: Any) -> list[int]:
     """How many pairs each rank computes under a causal support, in rank order and in zigzag order."""
     n, out = 480, []
     for layout in (group, distributed.zigzag(group)):
-        team = distributed.team_of(layout)
-        at = Layout.of(distributed.layout._even(n, team), team.zigzag).positions(team.rank)
+        order = Layout.of(even_sizes(n, group.size(), layout is not group), layout is not group)
+        at = order.positions(group.rank())
         out.append(int(support.causal().visible(n, n)[at].sum()))
     return out

@@ -53,3 +53,7 @@ def test_replicated_input(world: World) -> None:
 @pytest.mark.parametrize("how", SPLITS)
 def test_merge(world: World, how: str) -> None:
     world.run("classes", "merged", how=how)
+
+
+def test_merged_states_may_lie_far_apart(world: World) -> None:
+    world.run("classes", "far_apart")

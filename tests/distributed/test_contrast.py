@@ -33,6 +33,10 @@ def test_info_nce(world: World, how: str, case: str) -> None:
     world.run("contrast", "info_nce", how=how, **CASES[case])
 
 
+def test_a_temperature_of_each_row(world: World) -> None:
+    world.run("contrast", "temperature_of_each_row")
+
+
 @pytest.mark.parametrize("how", SPLITS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("return_stats", [False, True])

@@ -44,10 +44,27 @@ print("left:", names())
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="names of threads are read from /proc")
-def test_threads_end_with_the_group(tmp_path: Path) -> None:
+ALONE = """
+import sys, torch, partita
+x = torch.randn(6, 4)
+
+def work():
+    loss = partita.info_nce_loss(x, x, labels=torch.arange(6)) + partita.clip_loss(x, x, 1.0)
+    loss = loss + partita.nt_xent_loss(x, x) + partita.supcon_loss(x, torch.arange(6) // 2)
+    loss = loss + partita.linear_cross_entropy(x, x, torch.arange(6), return_stats=True)[0]
+    return loss + partita.attention(x, x, x, is_causal=True, attn_mask=torch.ones(6, 6)).sum()
+
+work()
+found = [name for name in ("torch.distributed.nn", "partita.distributed") if name in sys.modules]
+x.requires_grad_()  # from here on torch's own operators may load what they like
+work().backward()
+print(found, "partita.distributed" in sys.modules)
+"""
+
+
+def last_line(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path / "store")],
+        [sys.executable, "-c", code, *arguments],
         env={**os.environ},
         capture_output=True,
         text=True,
@@ -55,4 +72,13 @@ def test_threads_end_with_the_group(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[-2] == "left: []", done.stdout
+    return done.stdout.split("\n")[-2]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="names of threads are read from /proc")
+def test_threads_end_with_the_group(tmp_path: Path) -> None:
+    assert last_line(CODE, str(tmp_path / "store")) == "left: []"
+
+
+def test_a_process_without_a_group_loads_nothing_distributed() -> None:
+    assert last_line(ALONE) == "[] False"

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import partita
 from partita import distributed
-from partita.distributed import travel
+from partita.distributed._ring import communication
 from partita.errors import BackendError, PartitaError
 
 F64 = torch.float64
@@ -93,7 +93,7 @@ def vanish(group: Any, where: str, timeout_s: float) -> tuple[str, float]:
     x, y = torch.randn(512, 64, requires_grad=True), torch.randn(512, 64, requires_grad=True)
     partita.info_nce_loss(x, y, group=group).backward()  # everything is connected
     hops = 0
-    original = travel.pass_on
+    original = communication.send_receive
 
     def dying(*arguments: Any) -> Any:
         nonlocal hops
@@ -102,7 +102,7 @@ def vanish(group: Any, where: str, timeout_s: float) -> tuple[str, float]:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments)
 
-    travel.pass_on = dying
+    communication.send_receive = dying
     start = time.monotonic()
     try:
         loss = partita.info_nce_loss(x, y, group=group)
@@ -111,7 +111,7 @@ def vanish(group: Any, where: str, timeout_s: float) -> tuple[str, float]:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     finally:
         with contextlib.suppress(AttributeError):
-            travel.pass_on = original
+            communication.send_receive = original
     return "no error", time.monotonic() - start
 
 

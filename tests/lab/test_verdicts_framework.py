@@ -38,8 +38,8 @@ def as_expected(name: str, row: Row) -> Row:
         return row | {"log": order * math.log(row["n"]) + 0.001 * (row["seed"] % 2)}
     if name == "noise_families":
         return row | {z: 0.5 for z in ("mean_z", "cv2_z", "plain_z") if z in row}
-    if name == "entropy_floor" and math.isfinite(row["descent"]):
-        return row | {"descent": row["floor"] + 1e-9}
+    if name == "entropy_floor":
+        return row | {"descent": row["floor"] + 1e-9, "gaussian": row["floor"] - 0.1}
     return row
 
 

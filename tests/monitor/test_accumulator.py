@@ -43,7 +43,7 @@ def both(stats: Stats, call: Scores, keep: torch.Tensor | None, *, given_sink: b
     totals = native_tally.Totals(*(getattr(mine, name) for name in FIELDS))
     rows = (stats.entropy, stats.log_partition, stats.score_variance, stats.max_score, stats.visible)
     for _ in range(2):  # twice: sums go on
-        assert native_tally.add_rows(totals, *rows, first.mass() if given_sink else first.given(), keep)
+        assert native_tally.accumulate(totals, *rows, first.mass() if given_sink else first.given(), keep)
         plain._add(stats, first.mass(), keep)
     return mine, plain
 
@@ -76,12 +76,12 @@ def test_rows_the_library_does_not_serve_are_left_to_torch() -> None:
     wide = Stats(*(t.double() for t in stats))
     totals = native_tally.Totals(*(getattr(part, name) for name in FIELDS))
     rows = (wide.entropy, wide.log_partition, wide.score_variance, wide.max_score, wide.visible)
-    assert not native_tally.add_rows(totals, *rows, FirstKey(call, stats.log_partition).mass().double(), None)
+    assert not native_tally.accumulate(totals, *rows, FirstKey(call, stats.log_partition).mass().double(), None)
     assert part.sums.abs().sum() == 0
     part.add(wide, FirstKey(call, wide.log_partition), None)
     assert part.sums[0].sum() > 0
     with pytest.raises(ValueError, match="sums must be contiguous float64"):
-        native_tally.add_rows(totals._replace(sums=part.sums.float()), *(stats.entropy,) * 6, None)
+        native_tally.accumulate(totals._replace(sums=part.sums.float()), *(stats.entropy,) * 6, None)
 
 
 def test_layers_and_steps_finished_together_are_those_finished_alone() -> None:

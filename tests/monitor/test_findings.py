@@ -83,6 +83,26 @@ def test_sink_head_is_information_until_most_heads_are() -> None:
     assert codes(run((query, key)), "warning") == {"SINK_HEAD"}
 
 
+def test_sinks_are_one_finding_whatever_the_layers() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one_attention, self.two_attention = Heads(), Heads()
+
+        def forward(self, query: Tensor, key: Tensor) -> Tensor:
+            return self.one_attention(query, key) + self.two_attention(query, key)
+
+    query, key = healthy()
+    query[..., 0] = 4.0
+    key[..., 0] = 0.0
+    key[:, 3, 0, 0] = 6.0
+    model = Two()
+    with watch(model) as w:
+        model(query, key)
+    (found,) = w.findings()
+    assert found.code == "SINK_HEAD" and found.heads == ((0, 3), (1, 3)) and found.where == "2 of 8 heads in 2 layers"
+
+
 def test_logits_that_grow() -> None:
     steps = []
     for t in range(12):

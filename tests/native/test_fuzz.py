@@ -7,12 +7,13 @@ import random
 import pytest
 import torch
 
+from partita.engine.backends.native import library
 from partita.engine.backends.native import reduce as native
 
 from . import dense
 from .cases import random_case
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=f"no native library: {native.why_not()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native library: {library.why_not()}")
 
 # Relative to the size of the exact result; scores here are a few units, sums over up to 700 keys.
 TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-12, torch.bfloat16: 3e-5, torch.float16: 3e-5}

@@ -12,15 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partita
+from partita.engine.backends.native import library
 from partita.engine.backends.native import losses as native_losses
 from partita.engine.backends.native import reduce as native
+from partita.engine.sums import Sums
 from partita.engine.terms import Term
 from tests.tolerances import assert_exact, assert_no_worse_than_naive
 
 from . import dense
 from .dense import Case
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=f"no native library: {native.why_not()}")
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native library: {library.why_not()}")
 
 
 def simple(*shape: int, n_key: int | None = None, dtype: torch.dtype = torch.float32) -> Case:
@@ -36,7 +38,7 @@ def simple(*shape: int, n_key: int | None = None, dtype: torch.dtype = torch.flo
     return Case(query, key, value, scale)
 
 
-def run(case: Case, *, rank: bool = False) -> native.Sums:
+def run(case: Case, *, rank: bool = False) -> Sums:
     sums = native.reduce(*case.operands(), moments=True, rank=rank)  # type: ignore[arg-type]
     assert sums is not None
     return sums
@@ -230,7 +232,7 @@ def test_a_variance_keeps_its_digits_wherever_the_peak_comes(shape: str) -> None
         torch.ones(6, 1), torch.zeros(n, 1), None, torch.ones(1), score, None, terms, None, moments=True, rank=False
     )
     assert sums is not None
-    assert sums.stats is not None
+    assert sums.statistics is not None
     seen = score[:, 2500:] if terms else score
 
     def variance(s: Tensor) -> Tensor:
@@ -238,7 +240,7 @@ def test_a_variance_keeps_its_digits_wherever_the_peak_comes(shape: str) -> None
         return (p * (s - (p * s).sum(-1, keepdim=True)) ** 2).sum(-1)
 
     truth = variance(seen.double())
-    assert_no_worse_than_naive(sums.stats[3], variance(seen), truth)
+    assert_no_worse_than_naive(sums.statistics[3], variance(seen), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -250,7 +252,7 @@ def test_logits_of_a_chunk_are_the_product(shape: tuple[int, int, int], dtype: t
     x, wide = torch.randn(n, dim, dtype=dtype), torch.randn(classes, dim + 3, dtype=dtype)
     for weight in (wide[:, :dim], wide[:, :dim].contiguous(), wide.t().contiguous().t()[:, :dim]):
         logits = torch.full((n, classes), torch.nan, dtype=dtype)
-        native_losses._score(x, weight, logits)
+        native_losses.logits_of(x, weight, logits)
         truth = x.double() @ weight.double().T
         if dtype == torch.float64:
             assert_exact(logits, truth)
@@ -260,9 +262,9 @@ def test_logits_of_a_chunk_are_the_product(shape: tuple[int, int, int], dtype: t
 
 def test_logits_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="logits must be contiguous"):
-        native_losses._score(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 2).t())
-    with pytest.raises(ValueError, match="weight must be"):
-        native_losses._score(torch.ones(2, 3), torch.ones(5, 3), torch.ones(2, 4))
+        native_losses.logits_of(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 2).t())
+    with pytest.raises(ValueError, match="key must be"):
+        native_losses.logits_of(torch.ones(2, 3), torch.ones(5, 3), torch.ones(2, 4))
 
 
 def test_sums_about_a_centre_come_back_to_the_peak() -> None:

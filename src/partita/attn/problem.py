@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
-from partita._checks import check_heads
+from partita._checks import check_heads, check_matrix
 from partita.attn.bias import Bias
 from partita.attn.rows import KeysOf, RowsOf, blocks
 from partita.errors import DtypeError, ShapeError, ValueRangeError
@@ -50,6 +50,8 @@ def _ingredients(
     """How sharp, which keys, what is added, and what is added by a rule."""
     attn_mask, support, bias = options.get("attn_mask"), options.get("support"), options.get("bias")
     scale = options.get("scale")
+    check_matrix("query", query)
+    check_matrix("key", key)
     supports.check_support(support)
     rule, bias = (bias, None) if isinstance(bias, Bias) else (None, bias)
     if attn_mask is not None:

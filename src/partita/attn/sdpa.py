@@ -7,16 +7,16 @@ from typing import Literal, overload
 from torch import Tensor
 
 from partita._overrides import overridable
-from partita.attn.across import Spread, mean_across
+from partita.attn.across import ShardedAttention
 from partita.attn.bias import Bias
 from partita.attn.dropout import check_dropout, state_with_dropout
 from partita.attn.problem import Options, Problem, distribution
 from partita.attn.rows import states_by_rows
-from partita.distributed import team_of
+from partita.attn.sink import sink_per_row
 from partita.engine import State, Stats
-from partita.errors import ShapeError
 from partita.gibbs import plain_attention
 from partita.precision import output_dtype
+from partita.processes import processes_of
 from partita.scale import Policy
 from partita.support import Support
 
@@ -96,13 +96,13 @@ def attention(
         query, key and value, in rank order or in that of `partita.distributed.zigzag(group)`, and gets the outputs and
         statistics of its own rows. Supports and masks speak of positions in the whole sequence.
     """
-    check_dropout(dropout_p)
     if group is not None:
-        call = Spread(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, support, bias, softcap
+        call = ShardedAttention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, support, bias, softcap, sink
         )  # fmt: skip
-        mean, state = mean_across(team_of(group), call, return_stats)
+        mean, state = call.mean(processes_of(group), return_stats)
         return finish(state, value, sink, return_stats, mean)
+    check_dropout(dropout_p)
     if (
         attn_mask is None and support is None and bias is None and softcap is None and sink is None
         and dropout_p == 0.0 and (scale is None or type(scale) is float)
@@ -136,18 +136,6 @@ def finish(
     """The mean value, with a sink in its denominator, in the dtype torch would return."""
     out = state.expectation(consume=True) if mean is None else mean
     if sink is not None:
-        out = out * (1 - state.sink_mass(_per_row(sink, state.mass)))[..., None]
+        out = out * (1 - state.sink_mass(sink_per_row(sink, state.mass)))[..., None]
     out = out.to(output_dtype(value))
     return (out, state.stats()) if return_stats else out
-
-
-def _per_row(sink: Tensor, rows: Tensor) -> Tensor:
-    """A sink per head is spread over the head's rows."""
-    if sink.dim() == 1 and rows.dim() >= 2 and sink.shape[0] == rows.shape[-2]:
-        sink = sink[:, None]
-    try:
-        return sink.to(rows.dtype).expand_as(rows)
-    except RuntimeError:
-        raise ShapeError(
-            f"sink must be one score per head, or broadcast to the rows {tuple(rows.shape)}; got {tuple(sink.shape)}."
-        ) from None

@@ -7,6 +7,7 @@ A bank is keys of a side, and which of them a row may see. Its positive is kept 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,14 +15,13 @@ from torch import Tensor
 from torch.nn.functional import normalize as to_unit
 
 from partita import _checks
-from partita.contrastive.across import Across, read_sums
-from partita.contrastive.exclude import sort_by_label
-from partita.distributed import View
+from partita.contrastive.exclude import other_labels
 from partita.engine import State
 from partita.errors import ShapeError, ValueRangeError
+from partita.processes import ALONE, Fact, PerRow, Processes, View
 from partita.support import Support
 
-__all__ = ["Bank", "check_pairs", "other_labels", "positive_score", "prepare", "resolve_scale", "tilted"]
+__all__ = ["Bank", "agree", "check_pairs", "of_other_labels", "positive_score", "prepare", "resolve_scale", "tilted"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,24 +32,17 @@ class Bank:
     support: Support | None = None
     hardness: float = 0.0
     query: Tensor | None = field(default=None)  # rows of this bank, if they are not the loss's own
-    across: Across | None = None  # the keys of all ranks, where they are not paired
+    processes: Processes = ALONE  # whose keys they are, where they are not paired
     kind: int = 0  # whose sizes these keys have
-    view: View | None = None  # in place of a support, across ranks
+    view: View | None = None  # in place of a support
 
     def state(self, query: Tensor, scale: float | Tensor, statistics: bool = True) -> State:
         """Sums over the keys each row may see."""
         rows = query if self.query is None else self.query
         rows, key, scale = tilted(rows, self.key, scale, self.hardness)
         if key.dim() == 2:
-            return read_sums(
-                self.across,
-                rows,
-                key,
-                scale,
-                support=self.support,
-                view=self.view,
-                kind=self.kind,
-                statistics=statistics,
+            return self.processes.sums(
+                rows, key, scale, support=self.support, view=self.view, kind=self.kind, statistics=statistics
             ).state
         # one score per given negative: smaller than the negatives themselves
         scores = (rows[:, None, :] * key).sum(-1)
@@ -57,15 +50,37 @@ class Bank:
         return State.of(factor * scores.to(torch.promote_types(scores.dtype, torch.float32)))
 
 
-def other_labels(
-    key: Tensor, labels: Tensor, key_labels: Tensor, hardness: float, across: Across | None, kind: int
+def of_other_labels(
+    key: Tensor, labels: Tensor, key_labels: Tensor, hardness: float, processes: Processes, kind: int
 ) -> Bank:
     """Keys whose label is not the row's, sorted by label."""
-    order, others = sort_by_label(labels, key_labels)
-    if across is None:
-        return Bank(key[order], others, hardness)
-    view = across.other_labels(labels, across.labels(key_labels, kind))
-    return Bank(key[order], None, hardness, across=across, kind=kind, view=view)
+    order = key_labels.sort(stable=True)[1]
+    view = other_labels(labels, processes.gather_rows(key_labels.long(), kind))
+    return Bank(key[order], None, hardness, processes=processes, kind=kind, view=view)
+
+
+def agree(
+    processes: Processes,
+    call: str,
+    tensors: Mapping[str, Tensor | None],
+    scale: float | Tensor,
+    options: Sequence[object] = (),
+    sizes: Sequence[int] = (),
+) -> Processes:
+    """Ask the others whether they make the same call, and how many rows of each kind they bring.
+
+    Sizes default to the rows of each tensor. The first of them are the rows that a scale may be given for one by one.
+    """
+    given = list(sizes) or [0 if t is None else t.shape[0] for t in tensors.values()]
+    if processes.alone:
+        return processes.agree(call, given, {})
+    grad = torch.is_grad_enabled()
+    facts: dict[str, Fact] = {"the temperature or scale": PerRow(scale, given[0])}
+    for name, tensor in tensors.items():
+        facts[f"the dtype of {name}"] = None if tensor is None else tensor.dtype
+        facts[f"the last dimension of {name}"] = None if tensor is None else tensor.shape[-1]
+        facts[f"whether {name} needs a gradient"] = tensor is not None and grad and tensor.requires_grad
+    return processes.agree(f"{call} {tuple(options)}", given, facts)
 
 
 def tilted(query: Tensor, key: Tensor, scale: float | Tensor, hardness: float) -> tuple[Tensor, Tensor, float | Tensor]:
@@ -75,8 +90,6 @@ def tilted(query: Tensor, key: Tensor, scale: float | Tensor, hardness: float) -
     """
     if hardness == 0.0:
         return query, key, scale
-    if isinstance(scale, Tensor) and scale.numel() > 1:
-        raise ValueRangeError("hardness takes one temperature for all rows.")
     share = float(scale.detach() if isinstance(scale, Tensor) else scale)
     share = share / (share + hardness)
     # value x, gradient share * x

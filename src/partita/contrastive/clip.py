@@ -8,13 +8,12 @@ from torch.nn.functional import logsigmoid
 
 from partita import _checks
 from partita._overrides import overridable
-from partita.contrastive.across import Across
-from partita.contrastive.candidates import check_pairs
+from partita.contrastive.candidates import agree, check_pairs
 from partita.contrastive.diagonal import diagonal_loss
-from partita.distributed import check_alone, joint_checks, team_of
 from partita.engine import Stats
 from partita.errors import ShapeError
 from partita.precision import loss_dtype, product
+from partita.processes import check_alone, processes_of
 from partita.rows import in_row_blocks, reduce_rows
 
 __all__ = ["clip_loss", "siglip_loss"]
@@ -42,13 +41,14 @@ def clip_loss(
     >>> clip_loss(x, x, 1.0)  # -log( e / (e + 1) )
     tensor(0.3133)
     """
-    team = None if group is None else team_of(group)
-    with joint_checks(team):
+    processes = processes_of(group)
+    with processes.checks():
         check_pairs(image_features, text_features, _NAMES)
         scale = logit_scale.reshape(()) if isinstance(logit_scale, Tensor) else logit_scale
         bias = None if logit_bias is None else _scalar("logit_bias", logit_bias, image_features).reshape(1, 1)
+        processes.probe(image_features, text_features, scale)
     features = dict(zip(_NAMES, (image_features, text_features), strict=True))
-    across = Across.of(team, "clip_loss", features, scale, (return_stats, bias is None))
+    processes = agree(processes, "clip_loss", features, scale, (return_stats, bias is None))
     return diagonal_loss(
         image_features,
         text_features,
@@ -58,7 +58,7 @@ def clip_loss(
         return_stats=return_stats,
         dtype=loss_dtype(image_features),
         bias=bias,
-        across=across,
+        processes=processes,
     )
 
 

@@ -9,24 +9,23 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
-from partita.contrastive.across import Across, read_both, read_sums, reduce_all
 from partita.contrastive.candidates import Bank, positive_score
 from partita.contrastive.readout import readout, similarity_moments
 from partita.engine import Stats
-from partita.errors import ValueRangeError
 from partita.gibbs import Gibbs
+from partita.processes import ALONE, Processes
 
 __all__ = ["diagonal_loss", "row_and_column_nll"]
 
 
 def row_and_column_nll(
-    query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None = None, across: Across | None = None
+    query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None = None, processes: Processes = ALONE
 ) -> tuple[Tensor, Tensor]:  # (n,), (n,)
     """-log p of the diagonal by rows and by columns of one score matrix."""
-    if bias is None and across is None:
+    if bias is None and processes.alone:
         return Gibbs(query, key, scale=scale).both_ways_nll()
     own = torch.arange(query.shape[0], device=query.device)
-    rows, columns = read_both(across, query, key, scale, bias, own)
+    rows, columns = processes.both_ways(query, key, scale, bias, own)
     return rows.nll(), columns.nll()
 
 
@@ -40,21 +39,19 @@ def diagonal_loss(
     return_stats: bool,
     dtype: torch.dtype,
     bias: Tensor | None = None,  # (1, 1)
-    across: Across | None = None,
+    processes: Processes = ALONE,
 ) -> Tensor | tuple[Tensor, Stats]:
     """InfoNCE with the batch's other pairs as negatives."""
-    if symmetric and isinstance(scale, Tensor) and scale.numel() > 1:
-        raise ValueRangeError("symmetric takes one temperature for all rows: a column has no row of its own.")
     own = torch.arange(len(query), device=query.device)
     if not return_stats:
         if symmetric:
-            rows, columns = row_and_column_nll(query, key, scale, bias, across)
-            return reduce_all(across, (rows + columns) / 2, reduction).to(dtype)
-        one = read_sums(across, query, key, scale, bias=bias, target=own, statistics=False)
-        return reduce_all(across, one.nll(), reduction).to(dtype)
-    sums = read_sums(across, query, key, scale, bias=bias, target=own, rank=True)
+            rows, columns = row_and_column_nll(query, key, scale, bias, processes)
+            return processes.reduce((rows + columns) / 2, reduction).to(dtype)
+        one = processes.sums(query, key, scale, bias=bias, target=own, statistics=False)
+        return processes.reduce(one.nll(), reduction).to(dtype)
+    sums = processes.sums(query, key, scale, bias=bias, target=own, rank=True)
     rows = sums.nll()
-    others = Bank(key, supports.not_self(), across=across)
+    others = Bank(key, supports.not_self(), processes=processes)
     with torch.no_grad():
         negatives = others.state(query, scale)
     positive = positive_score(query, key, 1.0)
@@ -62,6 +59,6 @@ def diagonal_loss(
     moments = similarity_moments([others], query, positive, [positive])
     stats = readout(sums.state, negatives, sums.rank, rows, positive, moments, scale, (query, key))
     if symmetric:
-        back = read_sums(across, key, query, scale, bias=bias, target=own, statistics=False)
+        back = processes.sums(key, query, scale, bias=bias, target=own, statistics=False)
         rows = (rows + back.nll()) / 2
-    return reduce_all(across, rows, reduction).to(dtype), stats
+    return processes.reduce(rows, reduction).to(dtype), stats

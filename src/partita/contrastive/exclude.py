@@ -16,9 +16,10 @@ from torch import Tensor
 from partita import _checks
 from partita.engine.terms import Term
 from partita.errors import ShapeError
+from partita.processes import View
 from partita.support import Support
 
-__all__ = ["AbovePositive", "Exclusion", "Guide", "OtherLabel", "sort_by_label"]
+__all__ = ["AbovePositive", "Exclusion", "Guide", "OtherLabel", "other_labels", "sort_by_label"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,19 @@ def sort_by_label(labels: Tensor, key_labels: Tensor) -> tuple[Tensor, OtherLabe
     first = torch.searchsorted(ordered, labels.contiguous())
     last = torch.searchsorted(ordered, labels.contiguous(), right=True)
     return order, OtherLabel(first, last)
+
+
+def other_labels(labels: Tensor, every: Sequence[Tensor]) -> View:
+    """Which keys of each rank, sorted by label, have another label than the row; `every` are the ranks' key labels."""
+    ordered = [known.sort(stable=True)[0] for known in every]
+
+    def view(source: int, n: int) -> list[tuple[slice, int, Support]]:
+        own = labels.long().contiguous()
+        first = torch.searchsorted(ordered[source], own)
+        last = torch.searchsorted(ordered[source], own, right=True)
+        return [(slice(0, n), 0, OtherLabel(first, last))]
+
+    return view
 
 
 @dataclass(frozen=True, eq=False)

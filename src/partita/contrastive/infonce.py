@@ -9,17 +9,24 @@ from torch.nn.functional import logsigmoid
 from partita import _checks
 from partita import support as supports
 from partita._overrides import overridable
-from partita.contrastive.across import Across, reduce_all
-from partita.contrastive.candidates import Bank, check_pairs, other_labels, positive_score, prepare, resolve_scale
+from partita.contrastive.candidates import (
+    Bank,
+    agree,
+    check_pairs,
+    of_other_labels,
+    positive_score,
+    prepare,
+    resolve_scale,
+)
 from partita.contrastive.diagonal import diagonal_loss
 from partita.contrastive.exclude import Exclusion
 from partita.contrastive.queue import Queue
 from partita.contrastive.readout import above, readout, similarity_moments
-from partita.distributed import joint_checks, team_of
 from partita.engine import State, Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.precision import loss_dtype
+from partita.processes import Processes, processes_of
 from partita.rows import in_row_blocks
 
 __all__ = ["info_nce_loss"]
@@ -67,19 +74,24 @@ def info_nce_loss(
     group: a torch.distributed group (or DeviceMesh) whose ranks hold rows each: the keys of all are candidates, passed
         round in blocks. Every rank gets the global value, with `reduction="none"` and in the statistics its own rows.
     """
-    team = None if group is None else team_of(group)
-    with joint_checks(team):
+    processes = processes_of(group)
+    with processes.checks():
         _checks.check_reduction(reduction)
         check_pairs(query, positive_key)
         _check_options(negative_keys, negative_mode, symmetric, exclude, hardness, queue, labels, query)
-        if team is not None and exclude is not None:
+        if not processes.alone and exclude is not None:
             raise ValueRangeError("exclude looks at all scores of a row, and has no form over a group.")
         scale = resolve_scale(temperature, log_temperature, len(query), query.dtype)
+        _check_one_scale(scale, symmetric, hardness)
         q, k = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
+        negatives = None if negative_keys is None else prepare("negative_keys", negative_keys, normalize)
+        for other in (k, negatives, None if queue is None else queue.keys.to(k.dtype)):
+            if other is not None:
+                processes.probe(q, other if other.dim() == 2 else other[..., :0, :], scale)
     rules = (reduction, negative_mode, normalize, symmetric, return_stats, labels is None, hardness, decoupled)
     given = {"query": query, "positive_key": positive_key, "negative_keys": negative_keys}
     kinds = [len(query), 0 if negative_keys is None else len(negative_keys), 0 if queue is None else len(queue)]
-    across = Across.of(team, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
+    processes = agree(processes, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
     dtype = loss_dtype(query)
     plain = negative_keys is None and labels is None and exclude is None and queue is None
     if plain and not hardness and not decoupled:
@@ -91,43 +103,41 @@ def info_nce_loss(
             reduction=reduction,
             return_stats=return_stats,
             dtype=dtype,
-            across=across,
+            processes=processes,
         )
 
-    banks = _banks(k, negative_keys, normalize, labels, hardness, queue, across)
+    banks = _banks(k, negatives, labels, hardness, queue, processes)
     rows, stats = _rows(q, k, scale, banks, exclude, decoupled, return_stats, negative_keys is None)
     if symmetric:
-        backward = _banks(q, None, False, labels, hardness, None, across)
+        backward = _banks(q, None, labels, hardness, None, processes)
         back, _ = _rows(k, q, scale, backward, None, decoupled, False, True)
         rows = (rows + back) / 2
-    loss = reduce_all(across, rows, reduction).to(dtype)
+    loss = processes.reduce(rows, reduction).to(dtype)
     return loss if stats is None else (loss, stats)
 
 
 def _banks(
     k: Tensor,
-    negative_keys: Tensor | None,
-    normalize: bool,
+    negatives: Tensor | None,
     labels: Tensor | None,
     hardness: float,
     queue: Queue | None,
-    across: Across | None,
+    processes: Processes,
 ) -> list[Bank]:
     """Where the negatives come from; across ranks, unpaired ones and queues are everybody's."""
     banks = []
-    if negative_keys is not None:
-        paired = negative_keys.dim() == 3
-        negatives = prepare("negative_keys", negative_keys, normalize)
-        banks.append(Bank(negatives, None, hardness, across=None if paired else across, kind=1))
+    if negatives is not None:
+        banks.append(Bank(negatives, None, hardness, processes=processes, kind=1))
     elif labels is None:
-        banks.append(Bank(k, supports.not_self(), hardness, across=across))
+        banks.append(Bank(k, supports.not_self(), hardness, processes=processes))
     else:
-        banks.append(other_labels(k, labels, labels, hardness, across, 0))
-    if queue is not None and (len(queue) or across is not None):
+        banks.append(of_other_labels(k, labels, labels, hardness, processes, 0))
+    if queue is not None and any(processes.sizes[2]):
+        keys = queue.keys.to(k.dtype)
         if labels is not None and queue.labels is not None:
-            banks.append(other_labels(queue.keys.to(k.dtype), labels, queue.labels, hardness, across, 2))
+            banks.append(of_other_labels(keys, labels, queue.labels, hardness, processes, 2))
         else:
-            banks.append(Bank(queue.keys.to(k.dtype), None, hardness, across=across, kind=2))
+            banks.append(Bank(keys, None, hardness, processes=processes, kind=2))
     return banks
 
 
@@ -190,6 +200,14 @@ def _excluding(
     columns = in_row_blocks(few, [q, positive.detach(), numbers], [key, factor], len(key)).unbind(-1)
     peak, mass, first, spread, count, rank = columns
     return State(peak.detach(), mass, first, spread, count.detach()), rank.detach().long()
+
+
+def _check_one_scale(scale: float | Tensor, symmetric: bool, hardness: float) -> None:
+    if isinstance(scale, Tensor) and scale.numel() > 1:
+        if symmetric:
+            raise ValueRangeError("symmetric takes one temperature for all rows: a column has no row of its own.")
+        if hardness:
+            raise ValueRangeError("hardness takes one temperature for all rows.")
 
 
 def _check_options(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from partita.contrastive.candidates import Bank
 from partita.engine import State, Stats
-from partita.gibbs import Gibbs
 from partita.rows import LossStats
 
 __all__ = ["ContrastStats", "LabelStats", "above", "per_row", "readout", "similarity_moments", "width_of"]
@@ -88,10 +87,7 @@ def readout(
 
     With no negative at all the share of the hardest and the number that push are 0.
     """
-    one = torch.ones_like(negatives.mass)
-    share = torch.where(
-        negatives.empty(), torch.zeros_like(one), 1.0 / torch.where(negatives.empty(), one, negatives.mass)
-    )
+    share = negatives.confidence()
     return ContrastStats(  # type: ignore[call-arg]
         *whole.stats(),
         rank,
@@ -122,24 +118,11 @@ def per_row(scale: float | Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def above(bank: Bank, query: Tensor, level: Tensor) -> Tensor:  # (n,)
-    """How many of the keys a row may see are more similar to it than `level`, which need not be a key's.
-
-    The level becomes the score of one more key, in one more dimension, so that the pass that ranks a target serves.
-    """
+    """How many of the keys a row may see are more similar to it than `level`, which need not be a key's."""
     rows = query if bank.query is None else bank.query
     if bank.key.dim() == 3:
         return ((rows[:, None, :] * bank.key).sum(-1) > level[:, None]).sum(-1)
-    if bank.across is not None:
-        ring = bank.across.ring(rows, bank.key, 1.0, support=bank.support, view=bank.view, kind=bank.kind)
-        rank = ring.sums(level=level, statistics=False).rank
-        assert rank is not None
-        return rank
-    n_key, dim = bank.key.shape
-    key = torch.zeros(n_key + 1, dim + 1, dtype=rows.dtype, device=rows.device)
-    key[:n_key, :dim], key[n_key, dim] = bank.key, 1.0
-    longer = torch.cat([rows, level[:, None].to(rows.dtype)], -1)
-    target = torch.full((len(rows),), n_key, device=rows.device)
-    return Gibbs(longer, key, support=bank.support).target_rank(target)
+    return bank.processes.count_above(rows, bank.key, level, support=bank.support, view=bank.view, kind=bank.kind)
 
 
 @torch.no_grad()
@@ -158,10 +141,8 @@ def similarity_moments(
             s = (rows[:, None, :] * key).sum(-1)
             first, second, keys = first + s.sum(-1), second + s.square().sum(-1), key.shape[-2]
         else:
-            sums, squares, keys = key.sum(0), key.mT @ key, key.shape[-2]
-            if bank.across is not None:
-                keys = sum(bank.across.sizes[bank.kind])
-                sums, squares = (bank.across.team.all_reduce(x) for x in (sums, squares))
+            sums, squares = (bank.processes.added(x) for x in (key.sum(0), key.mT @ key))
+            keys = sum(bank.processes.sizes[bank.kind])
             first = first + rows @ sums
             second = second + ((rows @ squares) * rows).sum(-1)
         count += keys

@@ -8,13 +8,21 @@ from torch import Tensor
 from partita import _checks
 from partita import support as supports
 from partita._overrides import overridable
-from partita.contrastive.across import Across, read_sums, reduce_all
-from partita.contrastive.candidates import Bank, check_pairs, other_labels, positive_score, prepare, resolve_scale
+from partita.contrastive.candidates import (
+    Bank,
+    agree,
+    check_pairs,
+    of_other_labels,
+    positive_score,
+    prepare,
+    resolve_scale,
+)
 from partita.contrastive.readout import ContrastStats, LabelStats, per_row, readout, similarity_moments, width_of
-from partita.distributed import Sums, joint_checks, team_of
 from partita.engine import State, Stats
+from partita.engine.sums import Sums
 from partita.errors import ShapeError
 from partita.precision import loss_dtype
+from partita.processes import Processes, processes_of
 from partita.support import Support
 
 __all__ = ["nt_xent_loss", "supcon_loss"]
@@ -40,16 +48,17 @@ def nt_xent_loss(
     >>> nt_xent_loss(x, x)  # a single candidate, the positive
     tensor(0.)
     """
-    team = None if group is None else team_of(group)
-    with joint_checks(team):
+    processes = processes_of(group)
+    with processes.checks():
         _checks.check_reduction(reduction)
         check_pairs(out0, out1, ("out0", "out1"))
         anchors = torch.cat([prepare("out0", out0, True), prepare("out1", out1, True)])
         scale = resolve_scale(temperature, None, len(anchors), out0.dtype)
-    across = Across.of(team, "nt_xent_loss", {"out0 and out1": anchors}, scale, (reduction, return_stats))
+        processes.probe(anchors, anchors, scale)
+    given = {"out0 and out1": anchors}
+    processes = agree(processes, "nt_xent_loss", given, scale, (reduction, return_stats))
     other = torch.arange(len(anchors), device=anchors.device).roll(len(out0))
-    sums = read_sums(
-        across,
+    sums = processes.sums(
         anchors,
         anchors,
         scale,
@@ -58,19 +67,19 @@ def nt_xent_loss(
         rank=return_stats,
         statistics=return_stats,
     )
-    loss = reduce_all(across, sums.nll(), reduction).to(loss_dtype(out0))
-    return (loss, _two_views(sums, anchors, other, scale, across)) if return_stats else loss
+    loss = processes.reduce(sums.nll(), reduction).to(loss_dtype(out0))
+    return (loss, _two_views(sums, anchors, other, scale, processes)) if return_stats else loss
 
 
 @torch.no_grad()
 def _two_views(
-    sums: Sums, anchors: Tensor, other: Tensor, scale: float | Tensor, across: Across | None
+    sums: Sums, anchors: Tensor, other: Tensor, scale: float | Tensor, processes: Processes
 ) -> ContrastStats:
     """The positive stands n rows before or after its anchor; everything else but the anchor is a negative."""
     n = len(anchors) // 2
     window = supports.window
     rest = window(None, -n - 1) | window(n - 1, -1) | window(-1, n - 1) | window(-n - 1, None)
-    bank = Bank(anchors, rest, across=across)
+    bank = Bank(anchors, rest, processes=processes)
     positive = positive_score(anchors, anchors[other], 1.0)
     moments = similarity_moments([bank], anchors, positive, [positive_score(anchors, anchors, 1.0), positive])
     assert sums.rank is not None
@@ -102,8 +111,8 @@ def supcon_loss(
     >>> supcon_loss(x, torch.tensor([0, 0, 1]))  # two anchors with one positive among two candidates: log 2
     tensor(0.6931)
     """
-    team = None if group is None else team_of(group)
-    with joint_checks(team):
+    processes = processes_of(group)
+    with processes.checks():
         _checks.check_reduction(reduction)
         _check_labels("embeddings", embeddings, "labels", labels)
         if (ref_emb is None) != (ref_labels is None):
@@ -112,25 +121,27 @@ def supcon_loss(
             _check_labels("ref_emb", ref_emb, "ref_labels", ref_labels)
         x = prepare("embeddings", embeddings, True)
         scale = resolve_scale(temperature, None, len(x), x.dtype)
-    if ref_emb is None or ref_labels is None:
-        keys, key_labels, support = x, labels, supports.not_self()
-    else:
-        keys, key_labels, support = prepare("ref_emb", ref_emb, True), ref_labels, None
+        if ref_emb is None or ref_labels is None:
+            keys, key_labels, support = x, labels, supports.not_self()
+        else:
+            keys, key_labels, support = prepare("ref_emb", ref_emb, True), ref_labels, None
+        _checks.check_device(("embeddings", "labels", "ref_labels"), (x, labels, key_labels))
+        processes.probe(x, keys, scale)
     given = {"embeddings": embeddings, "ref_emb": ref_emb}
     options = (reduction, return_stats, ref_emb is None)
-    across = Across.of(team, "supcon_loss", given, scale, options, (len(x), len(keys)))
-    state = read_sums(across, x, keys, scale, support=support, kind=1, statistics=return_stats).state
-    total, count = _label_sums(x, labels, keys, key_labels, across)
+    processes = agree(processes, "supcon_loss", given, scale, options, (len(x), len(keys)))
+    state = processes.sums(x, keys, scale, support=support, kind=1, statistics=return_stats).state
+    total, count = _label_sums(x, labels, keys, key_labels, processes)
     if ref_emb is None:
         total, count = total - x.to(total.dtype), count - 1
     has = count > 0
     positive = scale * (x.to(total.dtype) * total).sum(-1) / count.clamp(min=1)
     level = torch.where(state.empty(), positive, state.log_partition())
     rows = torch.where(has, level - positive, torch.zeros_like(positive))
-    loss = reduce_all(across, rows, reduction, has.sum().to(rows.dtype)).to(loss_dtype(embeddings))
+    loss = processes.reduce(rows, reduction, has.sum().to(rows.dtype)).to(loss_dtype(embeddings))
     if not return_stats:
         return loss
-    bank = other_labels(keys, labels.long(), key_labels.long(), 0.0, across, 1)
+    bank = of_other_labels(keys, labels.long(), key_labels.long(), 0.0, processes, 1)
     return loss, _many_positives(state, rows, count, bank, x, scale)
 
 
@@ -141,25 +152,22 @@ def _many_positives(
     with torch.no_grad():
         negatives = bank.state(x, scale)
         right = (count > 0) & ((negatives.max_score() < state.max_score()) | negatives.empty())
-        confidence = 1.0 / torch.where(state.empty(), torch.ones_like(state.mass), state.mass)
+        confidence = state.confidence()
         norm = torch.linalg.vector_norm(x.to(rows.dtype), dim=-1)
     push = negatives.count, width_of(negatives), per_row(scale, rows), norm
     return LabelStats(*state.stats(), right, confidence, rows, count, *push)
 
 
 def _label_sums(
-    x: Tensor, labels: Tensor, keys: Tensor, key_labels: Tensor, across: Across | None
+    x: Tensor, labels: Tensor, keys: Tensor, key_labels: Tensor, processes: Processes
 ) -> tuple[Tensor, Tensor]:
     """For each anchor the sum and the number of the keys with its label; O((n + m) dim)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     labels, key_labels = labels.long().contiguous(), key_labels.long().contiguous()
-    if across is None:
-        known = key_labels.unique()
-    else:
-        every = across.labels(key_labels, 1)
-        known = torch.cat(every).unique()
-        if len(known) > max(across.sizes[1]):  # more sums than a rank has keys: they go round in blocks
-            return _label_sums_round(across, x, labels, keys, every)
+    every = processes.gather_rows(key_labels, 1)
+    known = torch.cat(every).unique()
+    if len(known) > max(processes.sizes[1]):  # more sums than a rank has keys: they go round in blocks
+        return _label_sums_round(processes, x, labels, keys, every)
     of_key = torch.searchsorted(known, key_labels)
     sums = keys.new_zeros(len(known), keys.shape[-1], dtype=dtype).index_add(0, of_key, keys.to(dtype))
     counts = torch.zeros(len(known), dtype=dtype, device=x.device).index_add(
@@ -167,22 +175,21 @@ def _label_sums(
     )
     if not len(known):
         return torch.zeros_like(x, dtype=dtype), counts.new_zeros(len(x))
-    if across is not None:
-        sums, counts = across.team.pooled(sums), across.team.all_reduce(counts)
+    sums, counts = processes.pooled(sums), processes.added(counts)
     at = torch.searchsorted(known, labels).clamp(max=len(known) - 1)
     there = known[at] == labels
     return sums[at] * there[:, None], counts[at] * there
 
 
 def _label_sums_round(
-    across: Across, x: Tensor, labels: Tensor, keys: Tensor, every: list[Tensor]
+    processes: Processes, x: Tensor, labels: Tensor, keys: Tensor, every: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The same by a pass whose weights are all 1 (scale 0) and whose value is the key: a block at a time."""
 
     def same(source: int, n: int) -> list[tuple[slice, int, Support]]:
         return [(slice(0, n), 0, supports.segments(labels, every[source]))]
 
-    sums = across.ring(x.detach(), keys, 0.0, view=same, kind=1).sums(keys, statistics=False)
+    sums = processes.sums(x.detach(), keys, 0.0, view=same, kind=1, value=keys, statistics=False)
     assert sums.mean is not None
     return sums.mean * sums.state.count[:, None], sums.state.count
 

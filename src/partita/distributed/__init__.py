@@ -1,57 +1,29 @@
 """Across processes: partition functions add, so the sums of ranks are merged by the rule that merges tiles.
 
-team       the group; sums over ranks with the right gradients; `replicate`, `for_ddp`, `zigzag`
-agree      what the ranks tell each other before a call, and the errors if they disagree
-merge      states of disjoint keys, one on every rank
-ring       one pass over the keys of all ranks, and its backward
-passes     the distribution of this rank's rows over the keys of all ranks
-count      how many keys score above a level
-layout     which positions of a sequence a rank holds; `shard`, `gather`
-cost       a model of time and bytes, for ring and gather
-travel     blocks of keys and their gradients on their way; `traffic` counts the bytes
-parts      how blocks are cut, so that little is held on the way
+Faces take `group=`; this is what goes with it.
+
+    merge                        states of disjoint keys, one on every rank
+    shard, gather, zigzag        a sequence in slices, put together again, in an order that makes causal work even
+    replicate, for_ddp           gradients of what every rank holds: summed by us, averaged by DDP
+    traffic                      counts the bytes that go round
+    gather_bytes                 text of every rank, on every rank
+    cost                         a model of time and bytes, for ring and gather
 """
 
 from __future__ import annotations
 
-# For a side effect: the default arguments of this module keep the group that exists when it is first imported, which
-# DDP and optimizers do late. Its threads then outlive destroy_process_group, and abort Python's exit if they are busy.
-import torch.distributed.nn  # noqa: F401
+import torch
 
-from partita.distributed.agree import Fact, joint_checks, meet
-from partita.distributed.count import count_above
-from partita.distributed.layout import Layout, gather, shard
-from partita.distributed.merge import merge, merge_scores, merge_states
-from partita.distributed.passes import Ring, View
-from partita.distributed.team import Team, Zigzag, check_alone, for_ddp, replicate, team_of, zigzag
-from partita.distributed.travel import Traffic, pass_on, traffic, wait
-from partita.engine.sums import Sums
-from partita.engine.visibility import Visibility
+from partita.distributed import cost
+from partita.distributed._ring.communication import traffic
+from partita.distributed._ring.merge import merge
+from partita.distributed.gradients import for_ddp, replicate
+from partita.distributed.sequence import gather, gather_bytes, shard, zigzag
 
-__all__ = [
-    "Fact",
-    "Layout",
-    "Ring",
-    "Sums",
-    "Team",
-    "Traffic",
-    "View",
-    "Visibility",
-    "Zigzag",
-    "check_alone",
-    "count_above",
-    "for_ddp",
-    "gather",
-    "joint_checks",
-    "meet",
-    "merge",
-    "merge_scores",
-    "merge_states",
-    "pass_on",
-    "replicate",
-    "shard",
-    "team_of",
-    "traffic",
-    "wait",
-    "zigzag",
-]
+__all__ = ["cost", "for_ddp", "gather", "gather_bytes", "merge", "replicate", "shard", "traffic", "zigzag"]
+
+# For a side effect: the default arguments of torch.distributed.nn keep the group that exists when it is first imported,
+# which DDP does. Its threads then outlive destroy_process_group, and abort Python's exit if they are busy. So it is
+# imported before there is a group; when there is one, an import of ours would be the one that keeps it.
+if torch.distributed.is_available() and not torch.distributed.is_initialized():
+    import torch.distributed.nn

@@ -4,6 +4,7 @@
     attention(...)          plain attention that nobody follows, straight to a backend's own kernel
     weighted_nll(request)   a scalar, its gradients made going forward where a backend can
     both_ways(request)      nll of the diagonal by rows and by columns of one product, where a backend can
+    accumulate(totals)      statistics of rows added up by heads, where a backend can
     forward, backward       one pass and its gradients without autograd, for those who bring their own (the ring)
     score_tiles, scores     the scores themselves: tile by tile, or all at once
 
@@ -30,7 +31,17 @@ from partita.engine.state import Stats
 from partita.engine.sums import Sums
 from partita.precision import autocasts
 
-__all__ = ["attention", "backward", "both_ways", "execute", "forward", "score_tiles", "scores", "weighted_nll"]
+__all__ = [
+    "accumulate",
+    "attention",
+    "backward",
+    "both_ways",
+    "execute",
+    "forward",
+    "score_tiles",
+    "scores",
+    "weighted_nll",
+]
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
@@ -180,6 +191,12 @@ def _kernel(request: Request, operands: Sequence[Tensor | None]) -> backends.Bac
     if audience.looks or not audience.differentiates:
         return None
     return backends.choose(request)
+
+
+def accumulate(totals: Sequence[Tensor], *rows: Any) -> bool:
+    """Add statistics of rows to the totals of their heads; False, and nothing done, where no backend has a kernel."""
+    kernels = (entry.accumulate for entry in backends.TABLE.values() if entry.accumulate is not None)
+    return any(kernel(totals, *rows) for kernel in kernels)
 
 
 # ---- the scores themselves ------------------------------------------------------------------------------------------

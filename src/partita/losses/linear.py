@@ -7,14 +7,14 @@ from torch import Tensor
 
 from partita import _checks
 from partita._overrides import overridable
-from partita.distributed import joint_checks, team_of
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError
 from partita.gibbs import Gibbs
 from partita.losses.head import Head, weighted_scores
 from partita.losses.objective import Options, Terms
-from partita.losses.sharded import agree, check_slice, read_slices, terms_of_slices
+from partita.losses.sharded import Slice, check_slice
 from partita.precision import autocasts, loss_dtype
+from partita.processes import processes_of
 from partita.rows import among_all_rows, blank_ignored, loss_stats, reduce_rows
 
 __all__ = ["linear_cross_entropy", "weighted_nll"]
@@ -62,33 +62,30 @@ def linear_cross_entropy(
         linear_weight, linear_bias and weight, in rank order, the same input, and targets that name classes of the
         whole. Every rank gets the same loss; the gradient of the input comes in parts that add up over ranks.
     """
-    team = None if group is None else team_of(group)
+    processes = processes_of(group)
     given = -100 if ignore_index is None else ignore_index
-    with joint_checks(team):
+    with processes.checks():
         _check_operands(input, linear_weight, linear_bias)
         options = Options(
             linear_weight.shape[0], weight, reduction, given, label_smoothing, float(z_loss), float(entropy_weight)
         )
-        if team is not None:
-            check_slice(target)
+        check_slice(processes, target)
         head = Head.of(input, linear_weight, target, linear_bias, scale, sample_weight, options, shift)
         capped = softcap is not None
         gibbs = Gibbs(head.query, head.key, scale=head.scale, bias=head.bias, softcap=softcap, cap_bias=capped)
-        if team is None:
+        if processes.alone:
             _checks.check_classes(head.index, options.n_class, given)
-    own = None
-    if team is not None:
-        own = agree(team, head, linear_weight, linear_bias, options, softcap, (reduction, given, return_stats, shift))
-    terms = _terms(head, options, softcap) if own is None else terms_of_slices(head, own, options, softcap)
-    dtype = loss_dtype(input)
-    if own is None and reduction != "none" and not return_stats and not options.regularised:
-        total = terms.weigh(terms.share).sum() if reduction == "mean" else None
-        return weighted_nll(gibbs, head.index, terms, total).to(dtype)
-    statistics = return_stats or entropy_weight != 0.0
-    if own is None:
+    dtype, statistics = loss_dtype(input), return_stats or entropy_weight != 0.0
+    if processes.alone:
+        terms = _terms(head, options, softcap)
+        if reduction != "none" and not return_stats and not options.regularised:
+            total = terms.weigh(terms.share).sum() if reduction == "mean" else None
+            return weighted_nll(gibbs, head.index, terms, total).to(dtype)
         sums = gibbs.reduce(target=head.index, rank=return_stats, statistics=statistics)
     else:
-        sums = read_slices(gibbs, own, rank=return_stats, statistics=statistics)
+        rules = (reduction, given, return_stats, shift)
+        own = Slice.agree(processes, head, linear_weight, linear_bias, options, softcap, rules)
+        terms, sums = own.terms(head, options, softcap), own.sums(gibbs, rank=return_stats, statistics=statistics)
     rows = terms.rows(sums.nll(), sums.state, options)
     loss = head.place(rows) if reduction == "none" else terms.reduce(rows, options)
     if not return_stats:

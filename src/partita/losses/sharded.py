@@ -15,106 +15,107 @@ import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.distributed import Fact, Sums, Team, count_above, meet, merge_scores, merge_states
+from partita.engine.sums import Sums
 from partita.errors import TargetError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.losses.head import Head, weighted_scores
 from partita.losses.objective import Options, Terms
+from partita.processes import Fact, Processes
 
-__all__ = ["Slice", "agree", "check_slice", "read_slices", "terms_of_slices"]
+__all__ = ["Slice", "check_slice"]
+
+
+def check_slice(processes: Processes, target: Tensor) -> None:
+    """What has no form over slices."""
+    if not processes.alone and isinstance(target, Tensor) and target.is_floating_point():
+        raise ValueRangeError("class probabilities have no form over a group: give class indices, target.long().")
 
 
 @dataclass(frozen=True, eq=False)
 class Slice:
     """Which classes are on this rank, and which rows have their target here."""
 
-    team: Team
+    processes: Processes
     n_class: int  # of the whole
     here: Tensor  # bool, per row
     index: Tensor  # the class of the row in this slice, 0 where it is elsewhere
 
-
-def check_slice(target: Tensor) -> None:
-    """What has no form over slices."""
-    if isinstance(target, Tensor) and target.is_floating_point():
-        raise ValueRangeError("class probabilities have no form over a group: give class indices, target.long().")
-
-
-def agree(
-    team: Team,
-    head: Head,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    options: Options,
-    softcap: float | None,
-    rules: tuple[object, ...],
-) -> Slice:
-    """Ask the others for the sizes of their slices, and whether they have the same rows."""
-    scale = head.scale
-    target_sum = int(head.index.sum()) if _checks.has_values(head.index) else 0
-    facts: dict[str, Fact] = {
-        "the dtype of input": head.query.dtype,
-        "the rows of input": tuple(head.rows),
-        "the last dimension of input": head.query.shape[-1],
-        "the dtype of linear_weight": linear_weight.dtype,
-        "target (the sum of its indices)": target_sum,
-        "scale": scale if isinstance(scale, Tensor) else float(scale),
-        "softcap": softcap,
-        "whether there is a linear_bias": linear_bias is not None,
-        "whether there are class weights": options.weight is not None,
-        "whether there are sample weights": head.sample is not None,
-        "label_smoothing": float(options.label_smoothing),
-        "z_loss": options.z_loss,
-        "entropy_weight": options.entropy_weight,
-    }
-    own = linear_weight.shape[0]
-    sizes = [row[0] for row in meet(team, f"linear_cross_entropy {rules}", [own], facts)]
-    total, first = sum(sizes), sum(sizes[: team.rank])
-    index = head.index
-    if _checks.has_values(index) and index.numel():
-        low, high = (int(edge) for edge in torch.aminmax(index))
-        if low < 0 or high >= total:
+    @staticmethod
+    def agree(
+        processes: Processes,
+        head: Head,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        options: Options,
+        softcap: float | None,
+        rules: tuple[object, ...],
+    ) -> Slice:
+        """Ask the others for the sizes of their slices, and whether they have the same rows."""
+        with processes.checks():
+            scale, index, own = head.scale, head.index, linear_weight.shape[0]
+            _checks.check_device(("input", "target"), (head.query, index))
+            known = _checks.has_values(index) and index.numel()
+            low, high = (int(edge) for edge in torch.aminmax(index)) if known else (0, -1)
+            facts: dict[str, Fact] = {
+                "the dtype of input": head.query.dtype,
+                "the rows of input": tuple(head.rows),
+                "the last dimension of input": head.query.shape[-1],
+                "the dtype of linear_weight": linear_weight.dtype,
+                "target (its checksum)": checksum(index),
+                "scale": scale if isinstance(scale, Tensor) else float(scale),
+                "softcap": softcap,
+                "whether there is a linear_bias": linear_bias is not None,
+                "whether there are class weights": options.weight is not None,
+                "whether there are sample weights": head.sample is not None,
+                "label_smoothing": float(options.label_smoothing),
+                "z_loss": options.z_loss,
+                "entropy_weight": options.entropy_weight,
+            }
+        processes = processes.agree(f"linear_cross_entropy {rules}", [own], facts)
+        (sizes,) = processes.sizes
+        total = sum(sizes)
+        if low < 0 or high >= total:  # targets are the same everywhere, so this is an error everywhere
             raise TargetError(
                 f"target must name a class of the whole, 0 <= target < {total} = {' + '.join(map(str, sizes))}; "
                 f"got values from {low} to {high}."
             )
-    here = (index >= first) & (index < first + own)
-    return Slice(team, total, here, torch.where(here, index - first, torch.zeros_like(index)))
+        first = sum(sizes[: processes.rank])
+        here = (index >= first) & (index < first + own)
+        return Slice(processes, total, here, torch.where(here, index - first, torch.zeros_like(index)))
+
+    def sums(self, gibbs: Gibbs, *, rank: bool, statistics: bool) -> Sums:
+        """The sums of every row over the classes of all ranks."""
+        return self.processes.slices(gibbs, self.index, self.here, rank=rank, statistics=statistics)
+
+    def terms(self, head: Head, options: Options, softcap: float | None) -> Terms:
+        """Weights of every row; class weights and smoothing are sums over the slices."""
+        total = self.processes.total
+        weight = options.class_weight(head.dtype)
+        like = torch.ones(head.rows, dtype=head.dtype, device=head.query.device)
+        on_target = like
+        if weight is not None:
+            chosen = weight[self.index] if len(weight) else like * weight.sum()  # 0, with a gradient
+            on_target = total(torch.where(self.here, chosen, torch.zeros_like(like)))
+        sample = None if head.sample is None else self.processes.share(head.sample)
+        smooth = options.label_smoothing
+        if smooth == 0.0:
+            return Terms(on_target, None, None, on_target, sample, head.mask)
+        linear = total(weighted_scores(head, weight, softcap))
+        mass = float(self.n_class) if weight is None else total(weight.sum())
+        each = smooth / self.n_class
+        return Terms((1.0 - smooth) * on_target, like * (each * mass), each * linear, on_target, sample, head.mask)
 
 
-def read_slices(gibbs: Gibbs, own: Slice, *, rank: bool, statistics: bool) -> Sums:
-    """The sums of every row over the classes of all ranks."""
-    team = own.team
-    if gibbs.key.shape[-2] == 0:
-        state = gibbs.reduce(statistics=statistics).state
-        score, ranks = torch.zeros_like(state.mass), own.index
-    else:
-        sums = gibbs.reduce(target=own.index, rank=rank, statistics=statistics)
-        assert sums.target_score is not None
-        state, score, ranks = sums.state, sums.target_score, own.index if sums.rank is None else sums.rank
-    whole = merge_states(state, team, statistics)
-    score = merge_scores(score, own.here, team)
-    if not rank:
-        return Sums.of(whole, score)
-    if gibbs.key.shape[-2] and not bool(own.here.all()):
-        ranks = torch.where(own.here, ranks, count_above(gibbs.request(), score.detach()))
-    return Sums.of(whole, score, team.all_reduce(ranks.clone()))
+def checksum(index: Tensor) -> int:
+    """One integer for indices in their order: other indices, or the same in another order, give another one.
 
-
-def terms_of_slices(head: Head, own: Slice, options: Options, softcap: float | None) -> Terms:
-    """Weights of every row; class weights and smoothing are sums over the slices."""
-    team = own.team
-    weight = options.class_weight(head.dtype)
-    like = torch.ones(head.rows, dtype=head.dtype, device=head.query.device)
-    on_target = like
-    if weight is not None:
-        chosen = weight[own.index] if len(weight) else like * weight.sum()  # 0, with a gradient
-        on_target = team.total(torch.where(own.here, chosen, torch.zeros_like(like)))
-    sample = None if head.sample is None else team.share(head.sample)
-    smooth = options.label_smoothing
-    if smooth == 0.0:
-        return Terms(on_target, None, None, on_target, sample, head.mask)
-    linear = team.total(weighted_scores(head, weight, softcap))
-    mass = float(own.n_class) if weight is None else team.total(weight.sum())
-    each = smooth / own.n_class
-    return Terms((1.0 - smooth) * on_target, like * (each * mass), each * linear, on_target, sample, head.mask)
+    Each index and its position are scattered over 64 bits (the finaliser of splitmix64) and added up, which takes
+    integers only and is the same on every device. Two different targets agree by chance once in 2^64.
+    """
+    if not _checks.has_values(index):
+        return 0
+    flat = index.reshape(-1).long()
+    bits = flat + (torch.arange(1, len(flat) + 1, device=flat.device) * -0x61C8864680B583EB)
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        bits = (bits ^ (bits >> shift)) * factor
+    return int((bits ^ (bits >> 31)).sum())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from partita.engine import Stats
-from partita.engine.backends.native import statistics as row_sums
+from partita.engine.execute import accumulate
 from partita.monitor import ranges
 from partita.monitor.record import BAND_COLUMNS, COLUMNS, Block
 
@@ -64,8 +64,8 @@ class Accumulator:
     def add(self, stats: Stats, sink: Sink, keep: Tensor | None) -> None:
         """Rows of statistics, each (batch, heads, n); keep: (batch, n), the real ones."""
         rows = (stats.entropy, stats.log_partition, stats.score_variance, stats.max_score, stats.visible)
-        totals = row_sums.Totals(self.sums, self.peak, self.length, self.histogram, self.bands)
-        if not row_sums.add_rows(totals, *rows, sink.given(), keep):
+        totals = (self.sums, self.peak, self.length, self.histogram, self.bands)
+        if not accumulate(totals, *rows, sink.given(), keep):
             self._add(stats, sink.mass(), keep)
 
     def _add(self, stats: Stats, sink: Tensor, keep: Tensor | None) -> None:

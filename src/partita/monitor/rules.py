@@ -10,6 +10,7 @@ from typing import Any
 from partita.monitor.findings import Finding, Series, Thresholds, Where, median, slope
 from partita.monitor.record import Record
 
+BIN = 1 / 256  # of the histogram that quantiles are read from: nothing finer can be said
 Rule = Callable[[Record, Series, Thresholds], Iterator[Finding]]
 Hits = list[tuple[Where, Any]]
 
@@ -18,6 +19,10 @@ def _place(layer: int, hits: Hits) -> str:
     heads = [str(w[1]) for w, _ in hits]
     shown = ", ".join(heads[:8]) + (f" and {len(heads) - 8} more" if len(heads) > 8 else "")
     return f"layer {layer} head{'s' if len(heads) > 1 else ''} {shown}"
+
+
+def _whole(value: float) -> str:
+    return str(int(value)) if math.isfinite(value) else "unknown"
 
 
 def _heads(hits: Hits) -> tuple[Where, ...]:
@@ -48,6 +53,7 @@ def collapsed(record: Record, series: Series, limits: Thresholds) -> Iterator[Fi
 
     for layer, hits in series.by_layer(test):
         where, value = _worst(hits, largest=False)
+        value = max(value, BIN)
         mean, width = (series.late(where, name) for name in ("normalized_entropy", "effective_width"))
         yield Finding(
             "warning",
@@ -97,15 +103,14 @@ def sinks(record: Record, series: Series, limits: Thresholds) -> Iterator[Findin
         return (max(first, top), first) if max(first, top) > max(limits.sink, 4.0 / max(length, 1.0)) else None
 
     layers = list(series.by_layer(test))
-    share = sum(len(hits) for _, hits in layers) / max(1, len(series.heads))
+    hits = [hit for _, found in layers for hit in found]  # a habit of the whole model: one finding, not one per layer
+    share = len(hits) / max(1, len(series.heads))
     common = share > limits.sink_share
-    groups = [hits for _, hits in layers]
-    if common:  # a habit of the whole model: one finding, not one per layer
-        groups = [[hit for hits in groups for hit in hits]]
-    for hits in groups:
+    if hits:
         where, (value, first) = max(hits, key=lambda h: h[1][0])
-        place = f"{len(hits)} of {len(series.heads)} heads" if common else _place(where[0], hits)
-        key = "key 0" if first >= value - 1e-9 else f"key {int(series.late(where, 'sink_key'))}"
+        many = f"{len(hits)} of {len(series.heads)} heads in {len(layers)} layers"
+        place = many if len(layers) > 1 else _place(where[0], hits)
+        key = "key 0" if first >= value - 1e-9 else f"key {_whole(series.late(where, 'sink_key'))}"
         yield Finding(
             "warning" if common else "info",
             "SINK_HEAD",
@@ -334,7 +339,7 @@ def duplicates(record: Record, series: Series, limits: Thresholds) -> Iterator[F
         if len(hits) < 2:
             continue
         where, value = _worst(hits, largest=True)
-        twin = int(series.late(where, "twin"))
+        twin = _whole(series.late(where, "twin"))
         yield Finding(
             "warning",
             "DUPLICATE_HEADS",

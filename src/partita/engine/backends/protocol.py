@@ -40,3 +40,5 @@ class Backend:
     # nll of every row, and the gradients of their weighted sum, made going forward
     weighted_nll: Callable[[Request, Tensor, Needs], tuple[Tensor, Gradients] | None] | None = None
     both_ways: BothWays | None = None
+    # statistics of rows added to the totals of their heads, in one walk; False where it does not serve them
+    accumulate: Callable[..., bool] | None = None

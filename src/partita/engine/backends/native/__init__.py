@@ -15,18 +15,17 @@ from torch import Tensor
 
 from partita._checks import broadcast
 from partita.engine.backends import tiled
-from partita.engine.backends.native import losses, reduce
-from partita.engine.backends.native.library import why_not as why_not_loaded
+from partita.engine.backends.native import library, losses, reduce
+from partita.engine.backends.native.plain_attention import attention
+from partita.engine.backends.native.statistics import accumulate
 from partita.engine.backends.protocol import Backend, BothWays
 from partita.engine.request import Request
-from partita.engine.state import Stats
-from partita.engine.sums import Sums, Upstream
+from partita.engine.sums import OPERANDS, Sums, Upstream
 from partita.engine.terms import Term, window_mask
 
 __all__ = ["BACKEND", "backward", "forward", "why_not"]
 
 _LARGEST_MASK = 1 << 25  # bytes; a union of supports up to this size is written out
-_OPERANDS = ("query", "key", "value", "scale", "bias")
 
 
 def why_not(request: Request) -> str | None:
@@ -37,7 +36,7 @@ def why_not(request: Request) -> str | None:
         return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
     if request.cap_bias and request.softcap is not None and request.bias is not None:
         return "it adds a bias after the softcap, not before"
-    return why_not_loaded()
+    return library.why_not()
 
 
 def _union_bytes(request: Request) -> int:
@@ -90,20 +89,7 @@ def forward(request: Request) -> Sums:
         as_query=request.as_query,
         last=request.last,
     )
-    if found is None:
-        return tiled.forward(request)
-    moment, mean = (None, found.moment) if request.mean else (found.moment, None)
-    return Sums(
-        found.peak, found.mass, found[5], found.first, found.spread, found.stats, moment, mean,
-        found.target_score, found.rank,
-    )  # fmt: skip
-
-
-def statistics_of(found: reduce.Sums) -> Stats | None:
-    if found.stats is None:
-        return None
-    log_partition, entropy, mean, variance, top = found.stats.unbind()
-    return Stats(log_partition, entropy, mean, variance, top, found[5])
+    return tiled.forward(request) if found is None else found
 
 
 def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
@@ -127,55 +113,11 @@ def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool])
     )
     if found is None:
         return tiled.backward(request, peak, g, needs)
-    pairs = zip(_OPERANDS, found, strict=True)
+    pairs = zip(OPERANDS, found, strict=True)
     return {name: grad for name, grad in pairs if grad is not None}
 
 
 # ---- kernels of its own ---------------------------------------------------------------------------------------------
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, statistics: bool
-) -> tuple[Tensor, Stats | None] | None:
-    """Plain attention; None where something is unusual or not finite."""
-    if not _usual(query, key, value) or why_not_loaded() is not None or not math.isfinite(scale):
-        return None
-    groups = query.shape[-3] // key.shape[-3]
-    if groups > 1:  # one more batch dimension, in which keys and values are shared
-        query = query.unflatten(-3, (-1, groups))
-        key, value = key.unsqueeze(-3), value.unsqueeze(-3)
-    batch, n_query = query.shape[:-2], query.shape[-2]
-    terms: tuple[Term, ...] = ()
-    if causal:
-        stop = torch.arange(1, n_query + 1, dtype=torch.int32, device="cpu").view(*[1] * len(batch), n_query)
-        terms = (Term(stop=stop),)
-    sharp = torch.full((1,) * (len(batch) + 1), scale, dtype=query.dtype, device="cpu")
-    given = (query, key, value, sharp, None, None, terms, None)
-    found = reduce.reduce(*given, moments=statistics, rank=False, mean=True, as_query=True, last=True)
-    if found is None or found.moment is None:
-        return None
-    mean, stats = found.moment, statistics_of(found)
-    if groups > 1:
-        mean = mean.flatten(-4, -3)
-        stats = None if stats is None else Stats(*(t.flatten(-3, -2) for t in stats))
-    return mean, stats
-
-
-def _usual(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Float CPU tensors with a head dimension, equal batch dimensions, and heads that key heads divide."""
-    dims, dtype = query.dim(), query.dtype
-    if dims < 3 or key.dim() != dims or value.dim() != dims or dtype not in (torch.float32, torch.float64):
-        return False
-    if key.dtype != dtype or value.dtype != dtype or not (query.is_cpu and key.is_cpu and value.is_cpu):
-        return False
-    (*lead, heads, n_query, dim), (*key_lead, key_heads, n_key, key_dim) = query.shape, key.shape
-    return (
-        lead == key_lead
-        and value.shape[:-1] == key.shape[:-1]
-        and key_dim == dim
-        and min(key_heads, n_query, n_key, dim, value.shape[-1], *lead) > 0
-        and heads % key_heads == 0
-    )
 
 
 def weighted_nll(request: Request, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, dict[str, Tensor]] | None:
@@ -193,17 +135,15 @@ def weighted_nll(request: Request, weight: Tensor, needs: Sequence[bool]) -> tup
     bias = None if r.bias is None else r.bias[0].to(r.dtype).expand(r.n_key).contiguous()
     rows = weight.expand(r.n_query).contiguous()
     wanted = (need_query, need_key, need_bias, need_scale)
-    found = losses.linear_cross_entropy(
-        r.query, r.key, bias, r.target.contiguous(), r.scale, rows, None, None, needs=wanted
-    )
+    found = losses.weighted_nll(r.query, r.key, bias, r.scale, r.target.contiguous(), rows, wanted)
     if found is None:
         return None
     sums, made = found
     grads: dict[str, Tensor] = {}
-    if made.input is not None:
-        grads["query"] = made.input
-    if made.weight is not None:
-        grads["key"] = made.weight
+    if made.query is not None:
+        grads["query"] = made.query
+    if made.key is not None:
+        grads["key"] = made.key
     if made.scale is not None:
         grads["scale"] = made.scale.sum_to_size(r.scale.shape)
     if made.bias is not None and r.bias is not None:
@@ -215,16 +155,11 @@ def both_ways(request: Request) -> tuple[Sums, Sums] | None:
     """Row and column sums of one product, and the scores of the diagonal."""
     if request.query.dtype not in (torch.float32, torch.float64):
         return None
-    found = losses.reduce_both(request.query, request.key, request.scale, request.target)
+    found = losses.both_ways(request.query, request.key, request.scale, request.target)
     if found is None:
         return None
     rows, columns = found
-    assert columns.mass is not None
-    score = rows.target_score
-    return (
-        Sums(rows.peak, rows.mass, rows[5], target_score=score),
-        Sums(columns.peak, columns.mass, rows[5], target_score=score),
-    )
+    return rows, Sums(columns.peak, columns.mass, rows[2], target_score=rows.target_score)
 
 
 def both_ways_backward(
@@ -233,10 +168,10 @@ def both_ways_backward(
     """Gradients of both nlls: the scores once more, then one product for each side."""
     peak, mass, column_peak, column_mass = sums
     down, across = g
-    upstream = reduce.ColumnSums(column_peak, across / column_mass, None, None)
-    rows = (down / mass, None, None, -(down + across))
+    upstream = reduce.ColumnSums(column_peak, across / column_mass)
+    rows = (down / mass, -(down + across))
     wanted = (needs[0], needs[1], needs[3])
-    found = losses.reduce_both_backward(
+    found = losses.both_ways_backward(
         request.query, request.key, request.scale, request.target, peak, rows, upstream, wanted
     )
     return None if found is None else {name: x for name, x in found._asdict().items() if x is not None}
@@ -251,4 +186,5 @@ BACKEND = Backend(
     attention,
     weighted_nll,
     BothWays(both_ways, both_ways_backward),
+    accumulate,
 )

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["NOTHING", "Call", "Term", "offsets", "prepare"]
+from partita.engine.backends.native import layout
 
-_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_PROBLEM = struct.Struct("5q4id44q")
+__all__ = ["CODES", "CPU", "NOTHING", "Call", "Term", "address", "extent", "offsets", "pointer", "prepare", "sound"]
+
+CPU = torch.device("cpu")  # named wherever a tensor is made: a default device is not ours to follow
+CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NOTHING = (0, 0, 0, 0)
+_LARGEST = 2**31 - 1  # row intervals and segment ids are int32
+_CACHED = 4096  # entries of an offset table that is kept for the next call
 
 
 class Term(Protocol):
@@ -44,15 +47,61 @@ class Term(Protocol):
     def hole(self) -> bool: ...
 
 
-@functools.lru_cache(maxsize=1024)
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last one reached, both included; 0 of an empty tensor."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+
+
+def sound(tensor: Tensor, name: str) -> Tensor:
+    """The same numbers, safe to read by address: on the CPU, strided, bits of views resolved, all of it in memory.
+
+    A storage may be smaller than a tensor says: FSDP and others free it (`untyped_storage().resize_(0)`) in between.
+    """
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(f"the native backend takes strided CPU tensors; {name} is {tensor.layout} on {tensor.device}")
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_conj().resolve_neg()
+    reached = extent(tensor.shape, tensor.stride())
+    if reached:
+        there = tensor.untyped_storage().nbytes()
+        if (tensor.storage_offset() + reached) * tensor.element_size() > there or not tensor.data_ptr():
+            raise RuntimeError(
+                f"{name} {tuple(tensor.shape)} reaches past the end of its storage, which holds {there} bytes: "
+                f"the storage was freed or shrunk. Gather the parameter, or resize the storage back, before the call."
+            )
+    return tensor
+
+
+def address(tensor: Tensor | None, name: str) -> int:
+    """Where a tensor that was not made here starts, checked; 0 for None."""
+    if tensor is None:
+        return 0
+    if sound(tensor, name) is not tensor:
+        raise ValueError(f"{name} is a view with its negative or conjugate bit set; use {name}.resolve_neg()")
+    return tensor.data_ptr()
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """Where a tensor made here starts; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """Where each batch entry of an operand starts, in elements: int64 of length B, 0 steps where it broadcasts."""
-    table = torch.zeros(batch, dtype=torch.int64, device="cpu")
-    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        if size > 1:
-            steps = torch.arange(size, dtype=torch.int64, device="cpu") * stride
-            table += steps.view([-1 if i == dim else 1 for i in range(len(batch))])
-    return table.reshape(-1).contiguous()
+    return (_kept_offsets if math.prod(batch) <= _CACHED else _offsets)(batch, shape, strides)
+
+
+def _offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode(False):
+        table = torch.zeros(batch, dtype=torch.int64, device=CPU)
+        for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+            if size > 1:
+                steps = torch.arange(size, dtype=torch.int64, device=CPU) * stride
+                table += steps.view([-1 if i == dim else 1 for i in range(len(batch))])
+        return table.reshape(-1).contiguous()
+
+
+_kept_offsets = functools.lru_cache(maxsize=256)(_offsets)  # at most 8 MB
 
 
 class Call:
@@ -65,8 +114,6 @@ class Call:
         for tensor, inner in others:
             if tensor is None:
                 continue
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-                raise ValueError(f"the native backend takes strided CPU tensors; got {tensor.device}, {tensor.layout}")
             if tensor.dim() - inner != dims:
                 raise ValueError(f"every operand needs {dims} batch dimensions; got shape {tuple(tensor.shape)}")
             for i in range(dims):
@@ -91,25 +138,28 @@ class Call:
             raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}")
         if any(s != n and (s != 1 or name not in _FLEXIBLE) for s, n in zip(shape[dims:], inner, strict=True)):
             raise ValueError(f"{name} must end in {inner}; got shape {shape}")
+        tensor = sound(tensor, name)
         strides = tensor.stride()
+        if (len(inner) == 2 or name == "key_segment") and shape[-1] > 1 and strides[-1] != 1:
+            tensor = tensor.contiguous()
+            strides = tensor.stride()
         if len(inner) == 2:
-            if shape[-1] > 1 and strides[-1] != 1:
-                tensor = tensor.contiguous()
-                strides = tensor.stride()
             row, col = (0 if shape[-2] == 1 else strides[-2]), (0 if shape[-1] == 1 and inner[-1] != 1 else 1)
-        elif name == "key_segment":
-            if shape[-1] > 1 and strides[-1] != 1:
-                tensor = tensor.contiguous()
-                strides = tensor.stride()
-            row, col = 0, 1
         else:
-            row, col = (0 if shape[-1] == 1 else strides[-1]), 1
+            row, col = (0 if shape[-1] == 1 or name == "key_segment" else strides[-1]), 1
         table = offsets(self.batch, shape[:dims], strides[:dims])
         self.alive += (tensor, table)
         return tensor.data_ptr(), table.data_ptr(), row, col
 
 
 _FLEXIBLE = frozenset({"scale", "bias", "mask"})
+
+
+def _interval(bound: Tensor | None, n_key: int) -> Tensor | None:
+    """A row interval's bound in int32; one given in a wider dtype is cut to the keys there are, not wrapped."""
+    if bound is None or bound.dtype == torch.int32 or bound.is_floating_point() or bound.dtype == torch.bool:
+        return bound  # what is no integer is refused with the other operands
+    return bound.clamp(0, n_key).to(torch.int32)
 
 
 def prepare(
@@ -124,26 +174,28 @@ def prepare(
 ) -> tuple[Call, bytes, torch.dtype]:
     if len(terms) > 1:
         raise ValueError(f"the native backend serves at most one term; got {len(terms)}")
-    if query.dtype not in _CODES:
-        raise TypeError(f"the native backend serves {', '.join(map(str, _CODES))}; got {query.dtype}")
+    if query.dtype not in CODES:
+        raise TypeError(f"the native backend serves {', '.join(map(str, CODES))}; got {query.dtype}")
     if query.dim() < 2 or key.dim() < 2:
         raise ValueError("query and key need at least two dimensions")
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap must be positive and finite; got {softcap}")
+    Q, D = query.shape[-2:]
+    K = key.shape[-2]
+    V = value.shape[-1] if value is not None else 0
+    if max(Q, K) > _LARGEST:
+        raise ValueError(f"the native backend serves up to {_LARGEST} rows and keys; got {Q} and {K}")
     acc = torch.float64 if query.dtype == torch.float64 else torch.float32
     term = terms[0] if terms else None
     start, stop, query_segment, key_segment, mask, hole = (
-        (term.start, term.stop, term.query_segment, term.key_segment, term.mask, term.hole)
+        (_interval(term.start, K), _interval(term.stop, K), term.query_segment, term.key_segment, term.mask, term.hole)
         if term is not None
         else (None, None, None, None, None, False)
     )
     if (query_segment is None) != (key_segment is None):
         raise ValueError("query_segment and key_segment come together")
-    if bias is not None and bias.dtype not in _CODES:
+    if bias is not None and bias.dtype not in CODES:
         raise TypeError(f"bias must be a floating tensor; got {bias.dtype}")
-    Q, D = query.shape[-2:]
-    K = key.shape[-2]
-    V = value.shape[-1] if value is not None else 0
     call = Call(
         query,
         (
@@ -153,9 +205,9 @@ def prepare(
         K,
     )  # fmt: skip
     at = call.operand
-    problem = _PROBLEM.pack(
+    problem = layout.PROBLEM.pack(
         math.prod(call.batch), Q, K, D, V,
-        _CODES[query.dtype], 0 if bias is None else _CODES[bias.dtype], torch.get_num_threads(), hole,
+        CODES[query.dtype], 0 if bias is None else CODES[bias.dtype], torch.get_num_threads(), hole,
         softcap or 0.0,
         *at(query, (Q, D), query.dtype, "query"),
         *at(key, (K, D), query.dtype, "key"),

@@ -10,80 +10,50 @@ Nothing here is differentiable.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from partita.engine.backends.native.library import Library, load, why_not
-from partita.engine.backends.native.operands import NOTHING, Call, Term, offsets, prepare
+from partita.engine.backends.native import layout, library
+from partita.engine.backends.native.operands import CPU, NOTHING, Call, Term, address, offsets, pointer, prepare, sound
+from partita.engine.sums import Sums
 
-__all__ = ["ColumnSums", "Gradients", "Library", "Sums", "load", "reduce", "reduce_backward", "why_not"]
-
-_SUMS = struct.Struct("13q2i2q")
-_GRADIENTS = struct.Struct("23q")
-_FINITE, _NOT_FINITE, _NO_MEMORY = 0, 1, 2
-
-
-class Sums(NamedTuple):
-    """Row sums relative to the peak; what was not asked for is None."""
-
-    peak: Tensor  # (*b, Q) float64, so that backward finds the very number the sums are relative to
-    mass: Tensor  # (*b, Q)
-    first: Tensor | None  # (*b, Q)
-    spread: Tensor | None  # (*b, Q): the second moment about the row's mean
-    moment: Tensor | None  # (*b, Q, V), or the mean value where that was asked for
-    count: Tensor  # type: ignore[assignment]  # (*b, Q); hides tuple.count
-    target_score: Tensor | None  # (*b, Q)
-    rank: Tensor | None  # (*b, Q) int64
-    stats: Tensor | None = None  # (5, *b, Q): log Z, entropy, mean, variance and maximum of the score
+__all__ = ["ColumnSums", "Gradients", "reduce", "reduce_backward"]
 
 
 class ColumnSums(NamedTuple):
-    """Sums over rows for each key, relative to the key's peak; in backward, upstream gradients after `peak`."""
+    """Sums over rows for each key, relative to the key's peak; in backward, the upstream gradient after `peak`."""
 
     peak: Tensor  # (K,) float64
-    mass: Tensor | None  # (K,)
-    first: Tensor | None  # (K,)
-    second: Tensor | None  # (K,)
+    mass: Tensor  # (K,)
 
 
 def _checked(columns: ColumnSums | None, call: Call, acc: torch.dtype) -> tuple[Tensor | None, ...]:
     if columns is None:
-        return (None,) * 4
+        return None, None
     if math.prod(call.batch) != 1:
         raise ValueError(f"column sums need a single batch entry; got batch {call.batch}")
-    for i, x in enumerate(columns):
-        dtype = acc if i else torch.float64  # the peak comes first
-        if x is not None and (
-            x.dtype != dtype or tuple(x.shape) != (call.n_key,) or not x.is_contiguous() or not x.is_cpu
-        ):
+    for x, dtype in zip(columns, (torch.float64, acc), strict=True):
+        if x.dtype != dtype or tuple(x.shape) != (call.n_key,) or not x.is_contiguous() or not x.is_cpu:
             raise ValueError(f"column sums must be contiguous {dtype} ({call.n_key},); got {x.dtype}, {tuple(x.shape)}")
+        address(x, "column sums")
     return tuple(columns)
 
 
-def _library() -> ctypes.CDLL:
-    library = load()
-    if library is None:
-        raise RuntimeError(f"no native backend: {why_not()}")
-    return library.handle
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=CPU)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _room(query: Tensor, shape: tuple[int, ...], dtype: torch.dtype, as_query: bool) -> Tensor:
+def _empty_as(query: Tensor, shape: tuple[int, ...], dtype: torch.dtype, as_query: bool) -> Tensor:
     """An empty tensor; where it can, with the query's order of dimensions in memory."""
     if as_query and query.dtype == dtype and tuple(query.shape) == shape:
         like = torch.empty_like(query)
         if like.stride(-1) == 1:
             return like
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    return _empty(shape, dtype)
 
 
 def reduce(
@@ -112,27 +82,25 @@ def reduce(
     A NaN or infinity in a key or value that some row may not see can end up in that row (0 * NaN), so a result that is
     not finite proves nothing: the caller then asks a backend that looks at every key.
     """
-    handle = _library()
     call, problem, acc = prepare(query, key, value, scale, bias, target, terms, softcap)
     rows = (*call.batch, call.n_query)
-    peak, mass = torch.empty(rows, dtype=torch.float64, device="cpu"), torch.empty(rows, dtype=acc, device="cpu")
-    first = torch.empty(rows, dtype=acc, device="cpu") if moments else None
-    spread = torch.empty(rows, dtype=acc, device="cpu") if moments else None
-    moment = None if value is None else _room(query, (*rows, value.shape[-1]), acc, as_query)
-    count = torch.empty(rows, dtype=acc, device="cpu")
-    score = torch.empty(rows, dtype=acc, device="cpu") if target is not None else None
-    stats = torch.empty((5, *rows), dtype=acc, device="cpu") if moments else None
-    ranks = torch.empty(rows, dtype=torch.int64, device="cpu") if rank and target is not None else None
-    outputs = (peak, mass, first, spread, moment, score, count, ranks, *_checked(columns, call, acc))
-    where = (0, 0)
+    peak, mass, count = _empty(rows, torch.float64), _empty(rows, acc), _empty(rows, acc)
+    first = _empty(rows, acc) if moments else None
+    spread = _empty(rows, acc) if moments else None
+    stats = _empty((5, *rows), acc) if moments else None
+    moment = None if value is None else _empty_as(query, (*rows, value.shape[-1]), acc, as_query)
+    score = _empty(rows, acc) if target is not None else None
+    ranks = _empty(rows, torch.int64) if rank and target is not None else None
+    table, moment_row = None, 0
     if moment is not None:
         strides = moment.stride()
-        table = offsets(call.batch, call.batch, strides[:-2])
-        where = table.data_ptr(), strides[-2]
-    outcome = handle.partita_reduce(problem, _SUMS.pack(*map(_address, outputs), _address(stats), mean, last, *where))
-    if outcome == _NO_MEMORY:
-        raise MemoryError("the native backend could not allocate its scratch memory")
-    return Sums(peak, mass, first, spread, moment, count, score, ranks, stats) if outcome == _FINITE else None
+        table, moment_row = offsets(call.batch, call.batch, strides[:-2]), strides[-2]
+    outputs = (peak, mass, first, spread, moment, score, count, ranks, *_checked(columns, call, acc), stats)
+    packed = layout.SUMS.pack(*map(pointer, outputs), mean, last, pointer(table), moment_row)
+    if not library.run("forward", problem, packed):
+        return None
+    moment, average = (None, moment) if mean else (moment, None)
+    return Sums(peak, mass, count, first, spread, stats, moment, average, score, ranks)
 
 
 class Gradients(NamedTuple):
@@ -181,9 +149,10 @@ def reduce_backward(
     columns: ColumnSums | None = None,  # the peaks `reduce` gave, and upstream gradients of the column sums
 ) -> Gradients | None:
     """Gradients of the sums of `reduce`, at the same operands; None where a result is not finite, as there."""
-    handle = _library()
     if g_moment is not None and (value is None or columns is not None):
         raise ValueError("g_moment needs a value, and no columns")
+    if columns is not None and (g_first is not None or g_second is not None):
+        raise ValueError("with columns, only the masses and the target's scores have upstream gradients")
     value_like, value = value, None if g_moment is None else value
     if target is None:
         g_target = None
@@ -203,7 +172,7 @@ def reduce_backward(
         dtype = torch.float64 if name == "peak" else acc
         if g.dtype != dtype or tuple(g.shape) != shape or g.device.type != "cpu":
             raise ValueError(f"{name} must be {dtype} {shape} on the CPU; got {g.dtype}, {tuple(g.shape)}, {g.device}")
-        return g.contiguous()
+        return sound(g, name).contiguous()
 
     upstream = [
         given(g, rows if g is not g_moment else (*rows, V), name)
@@ -215,44 +184,39 @@ def reduce_backward(
     need_query, need_key, need_value, need_scale, need_bias = needs
     if not math.prod(rows) or not K:  # nothing to see; and an empty tensor has no address
         zeros = [
-            torch.zeros(x.shape, dtype=x.dtype if i < 3 else acc, device="cpu") if need and x is not None else None
+            torch.zeros(x.shape, dtype=x.dtype if i < 3 else acc, device=CPU) if need and x is not None else None
             for i, (x, need) in enumerate(zip((query, key, value_like, scale, bias), needs, strict=True))
         ]
         return Gradients(*zeros)
-    query_grad = torch.empty((*rows, D), dtype=acc, device="cpu") if need_query else None
-    scale_grad = torch.empty(rows, dtype=acc, device="cpu") if need_scale else None
-    key_grad = torch.empty((*shared, K, D), dtype=acc, device="cpu") if need_key else None
-    value_grad = torch.empty((*shared, K, V), dtype=acc, device="cpu") if need_value and value is not None else None
+    query_grad = _empty((*rows, D), acc) if need_query else None
+    scale_grad = _empty(rows, acc) if need_scale else None
+    key_grad = _empty((*shared, K, D), acc) if need_key else None
+    value_grad = _empty((*shared, K, V), acc) if need_value and value is not None else None
     by_row = by_col = dense = None
     where = NOTHING
     repeats = False
     if need_bias and bias is not None:
         if bias.shape[-1] == 1:
-            by_row = torch.empty(rows, dtype=acc, device="cpu")
+            by_row = _empty(rows, acc)
         elif bias.shape[-2] == 1:
-            by_col = torch.zeros((*batch, K), dtype=acc, device="cpu")
+            by_col = torch.zeros((*batch, K), dtype=acc, device=CPU)
         else:
-            dense = torch.zeros(bias.shape, dtype=acc, device="cpu")
+            dense = torch.zeros(bias.shape, dtype=acc, device=CPU)
             table = offsets(batch, tuple(bias.shape[:dims]), dense.stride()[:dims])
             call.alive.append(table)
             where = dense.data_ptr(), table.data_ptr(), K, 1
             repeats = math.prod(bias.shape[:dims]) < math.prod(batch)
-    outcome = handle.partita_reduce_backward(
-        problem,
-        _GRADIENTS.pack(
-            group.data_ptr(), math.prod(shared),
-            *map(_address, upstream),
-            *map(_address, (query_grad, scale_grad, key_grad, value_grad, by_row, by_col)),
-            *where, repeats,
-            *map(_address, _checked(columns, call, acc)),
-        ),
+    packed = layout.GRADIENTS.pack(
+        pointer(group), math.prod(shared),
+        *map(pointer, upstream),
+        *map(pointer, (query_grad, scale_grad, key_grad, value_grad, by_row, by_col)),
+        *where, repeats,
+        *map(pointer, _checked(columns, call, acc)),
     )  # fmt: skip
-    if outcome == _NO_MEMORY:
-        raise MemoryError("the native backend could not allocate its scratch memory")
-    if outcome == _NOT_FINITE:
+    if not library.run("backward", problem, packed):
         return None
     if need_value and value is None and value_like is not None:
-        value_grad = torch.zeros((), dtype=value_like.dtype, device="cpu").expand(value_like.shape)
+        value_grad = torch.zeros((), dtype=value_like.dtype, device=CPU).expand(value_like.shape)
     bias_grad = None
     if need_bias and bias is not None:
         full = by_row[..., None] if by_row is not None else by_col[..., None, :] if by_col is not None else dense

@@ -1,21 +1,22 @@
-"""Sums over rows, per head, on the native library: what watching a model adds up at every softmax."""
+"""Sums over the rows of each head, on the native library: one walk in place of some sixty small tensor operations.
+
+How finely a histogram or a band is cut is the caller's: the shapes of what is added to say it.
+"""
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from partita.engine.backends.native import reduce as native
+from partita.engine.backends.native import layout, library
+from partita.engine.backends.native.operands import address, pointer, sound
 
-__all__ = ["BANDS", "BINS", "Totals", "add_rows"]
+__all__ = ["Totals", "accumulate"]
 
-BINS = 256  # of the histogram of H / log(visible)
-BANDS = 24  # of log2(visible)
-_SUMS, _BAND_SUMS = 11, 5
-_TALLY = struct.Struct("4q2i2f19q")
+_SUMS, _BAND_SUMS, _MOST_BANDS = 11, 5, 64
 
 
 class Totals(NamedTuple):
@@ -24,12 +25,12 @@ class Totals(NamedTuple):
     sums: Tensor  # (11, heads)
     peak: Tensor  # (heads,): the largest score
     length: Tensor  # (heads,): the most keys seen
-    histogram: Tensor  # (heads, BINS) of H / log(visible)
-    bands: Tensor  # (5, heads, BANDS)
+    histogram: Tensor  # (heads, bins) of H / log(visible)
+    bands: Tensor  # (5, heads, bands of log2(visible))
 
 
-def add_rows(
-    totals: Totals,
+def accumulate(
+    totals: Sequence[Tensor],  # those of `Totals`
     entropy: Tensor,  # (batch, heads, rows) float32, like the next four
     log_partition: Tensor,
     score_variance: Tensor,
@@ -39,9 +40,9 @@ def add_rows(
     keep: Tensor | None,  # (batch, rows) bool
 ) -> bool:
     """Add the rows to the sums of their heads; False, and nothing done, where the library does not serve them."""
-    library = native.load()
-    if library is None:
+    if library.load() is None:
         return False
+    totals = Totals(*totals)
     rows = [entropy, log_partition, score_variance, max_score, visible]
     mass = sink if isinstance(sink, Tensor) else None
     rows += [mass] if mass is not None else []
@@ -49,15 +50,19 @@ def add_rows(
     if len(shape) != 3 or any(t.shape != shape or t.dtype != torch.float32 or not t.is_cpu for t in rows):
         return False
     batch, heads, n = shape
-    expected = ((_SUMS, heads), (heads,), (heads,), (heads, BINS), (_BAND_SUMS, heads, BANDS))
+    bins, bands = totals.histogram.shape[-1], totals.bands.shape[-1]
+    if not (bins and 0 < bands <= _MOST_BANDS):
+        return False
+    expected = ((_SUMS, heads), (heads,), (heads,), (heads, bins), (_BAND_SUMS, heads, bands))
     for name, t, wanted in zip(Totals._fields, totals, expected, strict=True):
         if tuple(t.shape) != wanted or t.dtype != torch.float64 or not t.is_cpu or not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous float64 {wanted} on the CPU; got {t.dtype} {tuple(t.shape)}")
+        address(t, name)
     if keep is not None:
         if keep.shape != (batch, n) or keep.dtype != torch.bool or not keep.is_cpu:
             return False
-        keep = keep.contiguous()
-    lines = [t.contiguous() for t in rows]
+        keep = sound(keep, "keep").contiguous()
+    lines = [sound(t, "statistics").contiguous() for t in rows]
     query = key = None
     strides: tuple[int, ...] = (0,) * 5
     dim, scale = 0, 1.0
@@ -67,19 +72,14 @@ def add_rows(
         fits = query.shape == (*shape, dim) and key.dim() == 4 and key.shape[:2] == shape[:2] and key.shape[3] == dim
         if not fits or key.shape[2] < 1 or any(t.dtype != torch.float32 or not t.is_cpu for t in (query, key)):
             return False
+        query, key = sound(query, "query"), sound(key, "key")
         query, key = (t if t.stride(-1) == 1 or dim < 2 else t.contiguous() for t in (query, key))
         strides = (*query.stride()[:3], *key.stride()[:2])
     if not entropy.numel():
         return True
-
-    def at(t: Tensor | None) -> int:
-        return 0 if t is None else t.data_ptr()
-
-    columns = [*map(at, lines), *([0] if mass is None else [])]
-    library.handle.partita_tally(
-        _TALLY.pack(
-            batch, heads, n, dim, torch.get_num_threads(), 0, scale, 0.0,
-            *columns, at(query), at(key), *strides, at(keep), *map(at, totals),
-        )
+    columns = [*map(pointer, lines), *([0] if mass is None else [])]
+    packed = layout.STATISTICS.pack(
+        batch, heads, n, dim, torch.get_num_threads(), bins, bands, 0, scale,
+        *columns, pointer(query), pointer(key), *strides, pointer(keep), *map(pointer, totals),
     )  # fmt: skip
-    return True
+    return library.run("statistics", packed)

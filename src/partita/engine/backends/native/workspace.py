@@ -18,12 +18,12 @@ _spare: list[Tensor] = []  # empty or one; `pop` and `append` are atomic, so no 
 
 
 @contextmanager
-def room(rows: int, columns: int, dtype: torch.dtype) -> Iterator[Tensor]:
+def workspace(rows: int, columns: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """An uninitialised (rows, columns) matrix; its rows lie an odd number of cache lines apart.
 
     With rows a power of two apart, all of a column would fall on the same few cache sets.
 
-    >>> with room(2, 3, torch.float32) as matrix:
+    >>> with workspace(2, 3, torch.float32) as matrix:
     ...     matrix.shape, matrix.stride()
     (torch.Size([2, 3]), (16, 1))
     """

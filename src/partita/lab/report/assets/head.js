@@ -1,7 +1,7 @@
 // The selected head: the verdict of the findings, with this head's own numbers.
 const SAID = {
   NONFINITE: () => "some of its rows had NaN or infinite scores",
-  HEAD_COLLAPSED: (v) => `half of its rows have H / log n below ${fmt(v.normalized_entropy_p50, 3)}`,
+  HEAD_COLLAPSED: (v) => `half of its rows have H / log n below ${fmt(Math.max(v.normalized_entropy_p50, 1 / 256), 2)}`,
   HEAD_UNIFORM: () => "it averages all keys and selects nothing",
   LOGIT_GROWTH: (v, run) => `its largest score is beyond ${run.thresholds.logit_warning}, where half precision loses digits`,
   ENTROPY_DROP: () => "its entropy fell suddenly",

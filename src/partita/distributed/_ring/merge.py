@@ -11,10 +11,12 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from partita.distributed.team import Team, team_of
+from partita.distributed._ring.group import Group, group_of
+from partita.distributed._ring.handshake import checks, handshake
 from partita.engine import State
+from partita.errors import DtypeError
+from partita.processes import Fact
 
 __all__ = ["merge", "merge_states"]
 
@@ -27,19 +29,29 @@ def merge(state: State, group: object) -> State:
     Exact and differentiable: the gradient on a rank is that of the global numbers with respect to its own keys. The
     queries are the same on every rank, so their gradient comes in parts that add up over ranks.
     """
-    return merge_states(state, team_of(group))
+    known = group_of(group)
+    with checks(known):
+        if not isinstance(state, State):
+            raise DtypeError(f"merge takes a State, of gibbs.state(); got {type(state).__name__}.")
+        facts: dict[str, Fact] = {
+            "the dtype of the state": state.mass.dtype,
+            "the rows of the state": tuple(state.mass.shape),
+            "the last dimension of its value": None if state.moment is None else state.moment.shape[-1],
+        }
+    handshake(known, "merge", [], facts)
+    return merge_states(state, known)
 
 
-def merge_states(state: State, team: Team, statistics: bool = True) -> State:
-    """`merge` for those who know the team; without statistics the moments of the score are left out."""
-    if team.size == 1:
+def merge_states(state: State, group: Group, statistics: bool = True) -> State:
+    """`merge` for those who know the group; without statistics the moments of the score are left out."""
+    if group.size == 1:
         return state
-    peak = team.all_reduce(state.peak.detach().clone(memory_format=torch.contiguous_format), dist.ReduceOp.MAX)
+    peak = group.all_reduce(state.peak.detach().clone(memory_format=torch.contiguous_format), dist.ReduceOp.MAX)
     own = state.seen_from(peak)
     rows = [own.mass, own.count, own.first] if statistics else [own.mass, own.count]
-    sums = team.total(torch.stack(torch.broadcast_tensors(*rows)))
+    sums = group.total(torch.stack(torch.broadcast_tensors(*rows)))
     mass, count = sums[0], sums[1].detach()
-    moment = None if own.moment is None else team.total(own.moment)
+    moment = None if own.moment is None else group.total(own.moment)
     if not statistics:
         nothing = torch.zeros_like(mass)
         return State(peak, mass, nothing, nothing, count, moment)
@@ -47,9 +59,4 @@ def merge_states(state: State, team: Team, statistics: bool = True) -> State:
     # The spread about the common mean. The mean is a constant here: it is where the sum of squares is least, so that a
     # change of it changes nothing, and only this rank's own part of its derivative would be seen.
     gap = state.mean_from(peak) - merged.mean_from(peak).detach()
-    return replace(merged, spread=team.total(own.spread + own.mass * gap * gap))
-
-
-def merge_scores(score: Tensor, here: Tensor, team: Team) -> Tensor:
-    """The score of each row's target, which is among the keys of exactly one rank: there `here` is True."""
-    return team.total(torch.where(here, score, torch.zeros_like(score)))
+    return replace(merged, spread=group.total(own.spread + own.mass * gap * gap))

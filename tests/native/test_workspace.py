@@ -10,7 +10,7 @@ import torch
 
 import partita
 from partita.engine.backends.native import workspace as kept
-from partita.engine.backends.native.workspace import room
+from partita.engine.backends.native.workspace import workspace
 
 
 @pytest.fixture(autouse=True)
@@ -21,18 +21,18 @@ def nothing_kept() -> Iterator[None]:
 
 
 def test_the_same_memory_serves_the_next_call_and_a_larger_one_replaces_it() -> None:
-    with room(4, 100, torch.float32) as first:
+    with workspace(4, 100, torch.float32) as first:
         at = first.data_ptr()
-    with room(2, 100, torch.float64) as second:
+    with workspace(2, 100, torch.float64) as second:
         assert second.data_ptr() == at
-    with room(8, 100, torch.float32) as third:
+    with workspace(8, 100, torch.float32) as third:
         assert third.shape == (8, 100)
     (memory,) = kept._spare
     assert memory.numel() >= 8 * 100 * 4
 
 
 def test_no_two_calls_share_it() -> None:
-    with room(4, 100, torch.float32) as outer, room(4, 100, torch.float32) as inner:
+    with workspace(4, 100, torch.float32) as outer, workspace(4, 100, torch.float32) as inner:
         assert outer.data_ptr() != inner.data_ptr()
     assert len(kept._spare) == 1
 
@@ -40,17 +40,17 @@ def test_no_two_calls_share_it() -> None:
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 32, 1000, 1024, 32768])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_lie_an_odd_number_of_lines_apart(columns: int, dtype: torch.dtype) -> None:
-    with room(3, columns, dtype) as matrix:
+    with workspace(3, columns, dtype) as matrix:
         apart = matrix.stride(0) * dtype.itemsize
         assert apart % 128 == 64 and apart >= columns * dtype.itemsize
         assert matrix.data_ptr() % 64 == 0
 
 
 def test_what_is_too_large_or_left_by_an_error() -> None:
-    with room(1, kept.KEPT // 4 + 1, torch.float32):
+    with workspace(1, kept.KEPT // 4 + 1, torch.float32):
         pass
     assert not kept._spare
-    with pytest.raises(ValueError, match="mine"), room(2, 2, torch.float32):
+    with pytest.raises(ValueError, match="mine"), workspace(2, 2, torch.float32):
         raise ValueError("mine")
     assert len(kept._spare) == 1
 

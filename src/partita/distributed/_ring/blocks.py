@@ -1,7 +1,7 @@
 """Blocks are walked in parts, so that whatever is made on the way has the size of a part and not of a block.
 
     a part of a block   some entries of one batch dimension and all their keys; where that is not enough, some keys
-    a place             the rows that meet it: those of the same entries, some at a time
+    a block of rows     the rows that meet it: those of the same entries, some at a time
 
 Parts go round the ring one after the other. A part has at least a megabyte and `_FEW` keys: what is smaller would spend
 its time starting. At most `_MOST` parts: more would not save what is worth saving.
@@ -18,16 +18,15 @@ from torch import Tensor
 
 from partita.engine import State
 from partita.engine.axes import cut_entries
-from partita.engine.request import Request
 from partita.engine.terms import Term
 from partita.engine.visibility import Visibility
 
-__all__ = ["Parts", "Place", "cut_keys", "places", "steps", "visibility"]
+__all__ = ["Parts", "RowBlock", "row_blocks", "steps"]
 
 _SMALLEST = 1 << 20  # bytes of a part
 _MOST = 16
 _FEW = 256  # keys of a part
-_FEW_ROWS = 512  # rows of a place, for every thread; on other devices for eight
+_FEW_ROWS = 512  # rows of a block of them, for every thread; on other devices for eight
 
 
 def steps(n: int, parts: int) -> list[slice]:
@@ -80,7 +79,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Place:
+class RowBlock:
     """Some rows of some entries; tensors are narrowed to views of them."""
 
     axis: int
@@ -99,47 +98,19 @@ class Place:
         at, moment = self.vector, None if whole.moment is None else self.matrix(whole.moment)
         return State(at(whole.peak), at(whole.mass), at(whole.first), at(whole.spread), at(whole.count), moment)
 
-    def entry(self, tensor: Tensor) -> Tensor:
-        return cut_entries(tensor, self.axis, self.entries)
-
     def vector(self, tensor: Tensor) -> Tensor:  # (*b, Q or 1)
-        tensor = self.entry(tensor)
+        tensor = cut_entries(tensor, self.axis, self.entries)
         return tensor if tensor.shape[-1] == 1 else tensor[..., self.rows]
 
     def matrix(self, tensor: Tensor) -> Tensor:  # (*b, Q or 1, X)
-        tensor = self.entry(tensor)
+        tensor = cut_entries(tensor, self.axis, self.entries)
         return tensor if tensor.shape[-2] == 1 else tensor[..., self.rows, :]
 
 
-def places(query: Tensor, parts: Parts, entries: slice, alone: bool = False) -> list[Place]:  # (*b, Q, D)
+def row_blocks(query: Tensor, parts: Parts, entries: slice, alone: bool = False) -> list[RowBlock]:  # (*b, Q, D)
     """The rows of these entries, so many at a time that their gradient is small; all at once if `alone` is enough."""
     n = query.shape[-2]
     few = _FEW_ROWS * (torch.get_num_threads() if query.device.type == "cpu" else 8)
     wanted = -(-_wanted(query.numel() * max(4, query.element_size())) // len(parts.entries))
     cuts = 1 if alone else max(1, min(wanted, n // few))
-    return [Place(parts.axis, entries, rows) for rows in steps(n, cuts)]
-
-
-def visibility(request: Request) -> Visibility:
-    """Which keys the rows of a request see."""
-    return Visibility(request.terms, request.n_query, request.n_key, request.batch, request.query.device)
-
-
-def cut_keys(request: Request) -> list[Request]:
-    """The same rows over one part of the keys after the other; parts that nobody sees are left out."""
-    n = request.n_key
-    parts = Parts.of([request.key], n).n_keys
-    if parts == 1:
-        return [request]
-    seen = visibility(request)
-    found = []
-    for keys in steps(n, parts):
-        terms = seen.cut(keys=keys).shown()
-        if terms is None:
-            continue
-        bias = request.bias
-        if bias is not None and bias.shape[-1] != 1:
-            bias = bias[..., keys]
-        value = None if request.value is None else request.value[..., keys, :]
-        found.append(replace(request, key=request.key[..., keys, :], value=value, bias=bias, terms=terms))
-    return found
+    return [RowBlock(parts.axis, entries, rows) for rows in steps(n, cuts)]

@@ -8,26 +8,25 @@ reads them off this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from partita.distributed.ring import Job, Piece, run
-from partita.distributed.team import Team
+from partita.distributed._ring.autograd import run
+from partita.distributed._ring.forward import Outputs
+from partita.distributed._ring.group import Group
+from partita.distributed._ring.tiles import Piece, RingPass
 from partita.engine import State
 from partita.engine.axes import align, split_heads
 from partita.engine.request import Request, build, extend
 from partita.engine.sums import Sums
 from partita.engine.terms import Term
 from partita.engine.visibility import Visibility
-from partita.support import Support
+from partita.processes import View
 
-__all__ = ["Ring", "View"]
-
-# For the block of a rank with so many keys: (where in the block, first position in the whole, which keys count).
-View = Callable[[int, int], Sequence[tuple[slice, int, "Support | Visibility | None"]]]
+__all__ = ["Ring"]
 
 
 class Ring:
@@ -36,7 +35,7 @@ class Ring:
     view: which keys of a rank's block this rank's rows see; None shows all. A support there is about the block alone.
     bias: (..., n_query or 1, all keys or 1), of this rank's rows; it does not travel.
 
-    Whether key, value (and for `both` query) need a gradient must be the same on all ranks.
+    Whether key, value (and for `both_ways` query) need a gradient must be the same on all ranks.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Ring:
         query: Tensor,  # (..., n_query, dim), of this rank
         key: Tensor,  # (..., n_key, dim), of this rank
         *,
-        team: Team,
+        group: Group,
         sizes: Sequence[int],  # keys of every rank
         scale: float | Tensor = 1.0,
         bias: Tensor | None = None,
@@ -53,7 +52,7 @@ class Ring:
         grouped: bool = False,
         batch: Sequence[int] = (),
     ):
-        self.team, self.sizes, self.view = team, tuple(sizes), view
+        self.group, self.sizes, self.view = group, tuple(sizes), view
         lead = batch if bias is None else torch.broadcast_shapes(tuple(batch), bias.shape[:-2])
         self._bias = bias
         self._rows = build(query, key, scale=scale, softcap=softcap, grouped=grouped, batch=lead)
@@ -74,12 +73,12 @@ class Ring:
         """
         request = extend(self._rows, value=value, target=target, rank=rank, statistics=statistics)
         assert request is not None
-        job = self._job(request, level)
+        one = self._pass(request, level)
         bias = None if self._bias is None else self._split(self._bias)
-        (out,) = run([job], self._whole(request), request.key, request.value, request.scale, bias)
-        return _read(job, out)
+        (out,) = run([one], self._whole(request), request.key, request.value, request.scale, bias)
+        return _read(one, out)
 
-    def both(self, target: Tensor) -> tuple[Sums, Sums]:
+    def both_ways(self, target: Tensor) -> tuple[Sums, Sums]:
         """Rows over keys and keys over rows, for pairs: row i and key i belong together on every rank.
 
         No statistics, no batch; the gradients of both directions are added up in one place.
@@ -88,16 +87,16 @@ class Ring:
         assert request is not None
         assert not self._batch
         assert self.view is None
-        jobs = [self._job(request, None), self._job(replace(request, query=request.key, key=request.query), None)]
-        out = run(jobs, request.query, request.key, None, request.scale, self._bias)
-        one, other = (_read(job, found) for job, found in zip(jobs, out, strict=True))
-        return one, other
+        passes = [self._pass(request, None), self._pass(replace(request, query=request.key, key=request.query), None)]
+        out = run(passes, request.query, request.key, None, request.scale, self._bias)
+        rows, columns = (_read(one, found) for one, found in zip(passes, out, strict=True))
+        return rows, columns
 
     def _whole(self, request: Request) -> Tensor:
         """The query with all batch dimensions of the rows."""
         return request.query.expand(*self._lead(), *request.query.shape[-2:])
 
-    def _job(self, request: Request, level: Tensor | None) -> Job:
+    def _pass(self, request: Request, level: Tensor | None) -> RingPass:
         quiet = replace(
             request,
             query=self._whole(request).detach(),
@@ -107,7 +106,7 @@ class Ring:
         )
         grad = torch.is_grad_enabled()
         moves = (grad and request.key.requires_grad, grad and request.value is not None and request.value.requires_grad)
-        return Job(self.team, self.sizes, self._pieces, quiet, level, moves)
+        return RingPass(self.group, self.sizes, self._pieces, quiet, level, moves)
 
     def _lead(self) -> tuple[int, ...]:
         """The batch dimensions of the rows in canonical form."""
@@ -124,14 +123,12 @@ class Ring:
             return (Piece(slice(0, n), sum(self.sizes[:source]), self._seen((), n)),)
         found = []
         for keys, first, support in self.view(source, n):
-            size = keys.stop - keys.start
             if isinstance(support, Visibility):
                 seen = support
             else:
-                rows = self._rows
-                seen = self._seen(
-                    support.bind(rows.n_query, size, self._batch, rows.query.device) if support else (), size
-                )
+                size, rows = keys.stop - keys.start, self._rows
+                bound = () if support is None else support.bind(rows.n_query, size, self._batch, rows.query.device)
+                seen = self._seen(bound, size)
             found.append(Piece(keys, first, seen.split_heads(self._rows.groups)))
         return found
 
@@ -139,15 +136,15 @@ class Ring:
         return Visibility.of(terms, self._rows.n_query, n_key, self._batch, self._rows.query.device)
 
 
-def _read(job: Job, out: Sequence[Tensor]) -> Sums:
+def _read(one: RingPass, out: Outputs) -> Sums:
     """What a pass gives, with the heads in one dimension again."""
-    rows = job.rows
+    rows = one.rows
     peak, mass, first, spread, count, mean, score, ranks = out
     if not rows.statistics:
         first = spread = torch.zeros_like(mass)
     peak = peak.to(rows.dtype)
     peak, mass, first, spread, count = (rows.ungroup(x) for x in (peak, mass, first, spread, count))
-    counted = rows.rank or job.level is not None
+    counted = rows.rank or one.level is not None
     return Sums.of(
         State(peak, mass, first, spread, count),
         None if rows.target is None else rows.ungroup(score),

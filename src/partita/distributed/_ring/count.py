@@ -15,9 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partita.distributed.parts import cut_keys, visibility
-from partita.engine.execute import forward
+from partita.distributed._ring.blocks import Parts, steps
+from partita.engine import execute
 from partita.engine.request import Request
+from partita.engine.state import filled
+from partita.engine.visibility import Visibility
 
 __all__ = ["count_above"]
 
@@ -28,7 +30,7 @@ _FAR = 1e30
 def count_above(request: Request, level: Tensor) -> Tensor:  # (*b, Q) int64
     """Visible keys of the request whose score is above its row's level; nan counts none, -inf all."""
     total = torch.zeros((*request.batch, request.n_query), dtype=torch.int64, device=request.query.device)
-    for part in cut_keys(request):  # with one more dimension the keys are copied: a part at a time
+    for part in _cut_keys(request):  # with one more dimension the keys are copied: a part at a time
         total += _count(part, level)
     return total
 
@@ -51,8 +53,7 @@ def _count(request: Request, level: Tensor) -> Tensor:
         level = cap * torch.atanh((level / cap).clamp(-most, most))
     level = level - shift if capped_too else level
     batch = request.batch
-    safe = torch.where(scale == 0, torch.ones_like(scale), scale)
-    last = torch.where(scale == 0, torch.zeros_like(level), level / safe)
+    last = torch.where(scale == 0, torch.zeros_like(level), level / filled(scale))
     query = torch.cat([query.expand(*batch, *query.shape[-2:]), last.expand(*batch, last.shape[-1])[..., None]], -1)
     longer = torch.zeros(*key.shape[:-2], n + 1, key.shape[-1] + 1, dtype=dtype, device=key.device)
     longer[..., :n, :-1] = key
@@ -67,10 +68,33 @@ def _count(request: Request, level: Tensor) -> Tensor:
         value=None,
         bias=bias,
         target=target,
-        terms=visibility(request).one_more_key().terms,
+        terms=_visibility(request).one_more_key().terms,
         rank=True,
         statistics=False,
     )
-    rank = forward(asked).rank
+    rank = execute.forward(asked).rank
     assert rank is not None
     return rank
+
+
+def _visibility(request: Request) -> Visibility:
+    return Visibility(request.terms, request.n_query, request.n_key, request.batch, request.query.device)
+
+
+def _cut_keys(request: Request) -> list[Request]:
+    """The same rows over one part of the keys after the other; parts that nobody sees are left out."""
+    n = request.n_key
+    parts = Parts.of([request.key], n).n_keys
+    if parts == 1:
+        return [request]
+    seen, found = _visibility(request), []
+    for keys in steps(n, parts):
+        terms = seen.cut(keys=keys).shown()
+        if terms is None:
+            continue
+        bias = request.bias
+        if bias is not None and bias.shape[-1] != 1:
+            bias = bias[..., keys]
+        value = None if request.value is None else request.value[..., keys, :]
+        found.append(replace(request, key=request.key[..., keys, :], value=value, bias=bias, terms=terms))
+    return found

@@ -1,7 +1,6 @@
-#include "plan.h"
+#include "planner.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <utility>
 
@@ -9,43 +8,11 @@ namespace partita {
 
 namespace {
 
-struct Arena {
-  void* data = nullptr;
-  size_t size = 0;
-  ~Arena() { std::free(data); }
-};
-thread_local Arena own, shared;
-constexpr size_t KEEP = (8 << 20) + (64 << 10);  // eight heads of 4096 keys with 64 features, and some rows
-
-void* grown(Arena& arena, size_t bytes) {
-  if (bytes > arena.size) {
-    std::free(arena.data);
-    arena.size = 0;
-    const size_t rounded = (bytes + 4095) / 4096 * 4096;
-    arena.data = std::aligned_alloc(64, rounded);
-    if (arena.data) arena.size = rounded;
-  }
-  return arena.data;
-}
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-}  // namespace
-
-void* scratch(size_t bytes) { return grown(own, bytes); }
-
-Shared::Shared(size_t bytes) : kept_(bytes <= KEEP) {
-  data = kept_ ? grown(shared, bytes) : std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-}
-
-Shared::~Shared() {
-  if (!kept_) std::free(data);
-}
-
-namespace {
-
 // Entries sorted by group, and where each group starts.
-void sort_entries(const std::vector<int64_t>& group, int64_t groups, std::vector<int64_t>& entries, std::vector<int64_t>& begin) {
+void sort_entries(const std::vector<int64_t>& group, int64_t groups, std::vector<int64_t>& entries,
+                  std::vector<int64_t>& begin) {
   begin.assign(static_cast<size_t>(groups) + 1, 0);
   for (const int64_t g : group) ++begin[g + 1];
   for (int64_t g = 0; g < groups; ++g) begin[g + 1] += begin[g];
@@ -65,86 +32,101 @@ void group_entries(const PartitaProblem& p, std::vector<int64_t>& entries, std::
   sort_entries(group, static_cast<int64_t>(number.size()), entries, begin);
 }
 
-}  // namespace
-
-namespace {
-
 // Keys the rows of a task can see, by their intervals: how heavy it is.
-int64_t estimate(const PartitaProblem& p, const Storage& s, const Task& t) {
+int64_t estimate(const PartitaProblem& p, const PlanStorage& s, const Task& t) {
   if (!p.start.data && !p.stop.data) return t.rows * (t.key_end - t.key_begin);
   int64_t work = 0;
   for (int64_t f = t.first; f < t.first + t.rows; ++f) {
     const int64_t b = s.entries[s.begin[t.group] + f / p.Q], i = f % p.Q;
     int64_t lo = t.key_begin, hi = t.key_end;
-    if (p.start.data) lo = std::max<int64_t>(lo, static_cast<int32_t*>(p.start.data)[p.start.offset[b] + i * p.start.row]);
+    if (p.start.data)
+      lo = std::max<int64_t>(lo, static_cast<int32_t*>(p.start.data)[p.start.offset[b] + i * p.start.row]);
     if (p.stop.data) hi = std::min<int64_t>(hi, static_cast<int32_t*>(p.stop.data)[p.stop.offset[b] + i * p.stop.row]);
     work += std::max<int64_t>(0, hi - lo);
   }
   return work;
 }
 
-}  // namespace
+// Rows [first, first + rows) of a group's flat row list.
+struct RowBlock {
+  int64_t group, first, rows;
+};
 
-Plan make_plan(const PartitaProblem& p, const Tuning& tuning, Storage& s) {
-  group_entries(p, s.entries, s.begin);
-  const int64_t groups = static_cast<int64_t>(s.begin.size()) - 1, threads = std::max<int32_t>(1, p.threads);
-  const int64_t total = p.B * p.Q;
-
-  // Large blocks read each key block often; small ones share the work out. Many groups: a group to a thread.
+// Large blocks read each key block often; small ones share the work out. Many groups: a group to a thread.
+std::vector<RowBlock> cut_rows(const PartitaProblem& p, const Tuning& tuning, int64_t threads,
+                               const std::vector<int64_t>& begin) {
+  const int64_t groups = static_cast<int64_t>(begin.size()) - 1, total = p.B * p.Q;
   int64_t size = groups >= 4 * threads ? 512 : std::min<int64_t>(256, ceil_div(total, 8 * threads));
   if (tuning.columns) size = ceil_div(total, 4 * threads);
   size = std::max(size, tuning.tile);
-  struct Piece { int64_t group, first, rows; };
-  std::vector<Piece> pieces;
-  int64_t most = 0, widest = 0;
+  std::vector<RowBlock> blocks;
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t members = s.begin[g + 1] - s.begin[g], before = static_cast<int64_t>(pieces.size());
+    const int64_t members = begin[g + 1] - begin[g];
     const bool whole_entries = 2 * p.Q < size;  // short entries lie side by side in one block
     const int64_t span = whole_entries ? members * p.Q : p.Q, spans = whole_entries ? 1 : members;
     for (int64_t m = 0; m < spans; ++m) {
       const int64_t cuts = ceil_div(span, size);
       for (int64_t c = 0; c < cuts; ++c) {
         const int64_t a = span * c / cuts, b = span * (c + 1) / cuts;
-        pieces.push_back({g, m * span + a, b - a});
-        widest = std::max(widest, b - a);
+        blocks.push_back({g, m * span + a, b - a});
       }
     }
-    most = std::max(most, static_cast<int64_t>(pieces.size()) - before);
+  }
+  return blocks;
+}
+
+}  // namespace
+
+Plan make_plan(const PartitaProblem& p, const Tuning& tuning, PlanStorage& s) {
+  group_entries(p, s.entries, s.begin);
+  const int64_t groups = static_cast<int64_t>(s.begin.size()) - 1, threads = std::max<int32_t>(1, p.threads);
+  const std::vector<RowBlock> row_blocks = cut_rows(p, tuning, threads, s.begin);
+  int64_t widest = 0;
+  bool shared = false;  // a group of several row blocks
+  for (size_t i = 0; i < row_blocks.size(); ++i) {
+    widest = std::max(widest, row_blocks[i].rows);
+    shared = shared || (i && row_blocks[i].group == row_blocks[i - 1].group);
   }
 
-  const int64_t count = static_cast<int64_t>(pieces.size()), blocks = ceil_div(p.K, tuning.keys);
+  const int64_t count = static_cast<int64_t>(row_blocks.size()), blocks = ceil_div(p.K, tuning.keys);
   int64_t splits = 1;
-  if (count > 0 && count < 2 * threads && !tuning.columns) splits = std::max<int64_t>(1, std::min(ceil_div(4 * threads, count), blocks / 2));
+  if (count > 0 && count < 2 * threads && !tuning.columns)
+    splits = std::max<int64_t>(1, std::min(ceil_div(4 * threads, count), blocks / 2));
 
   Plan plan{};
-  plan.prepacked = splits == 1 && most > 1;
-  const int64_t limit = 128 << 20, per_wave = plan.prepacked ? std::max<int64_t>(1, limit / std::max<int64_t>(1, tuning.packed_bytes)) : groups;
+  plan.prepacked = splits == 1 && shared;
+  const int64_t limit = 128 << 20,
+                per_wave =
+                    plan.prepacked ? std::max<int64_t>(1, limit / std::max<int64_t>(1, tuning.packed_bytes)) : groups;
   size_t next = 0;
   for (int64_t g = 0; g < groups; g += per_wave) {
     const int64_t end = std::min(groups, g + per_wave), first = static_cast<int64_t>(s.task.size());
-    for (; next < pieces.size() && pieces[next].group < end; ++next) {
-      const Piece& piece = pieces[next];
-      if (splits > 1) s.merge.push_back({piece.group, piece.first, piece.rows, plan.partial_rows, splits});
+    for (; next < row_blocks.size() && row_blocks[next].group < end; ++next) {
+      const RowBlock& block = row_blocks[next];
+      if (splits > 1) s.merge.push_back({block.group, block.first, block.rows, plan.partial_rows, splits});
       for (int64_t k = 0; k < splits; ++k) {
-        Task t{piece.group, piece.first, piece.rows, 0, p.K, -1, 0, static_cast<int64_t>(next)};
+        Task t{block.group, block.first, block.rows, 0, p.K, -1, 0, static_cast<int64_t>(next)};
         if (splits > 1) {
           t.key_begin = blocks * k / splits * tuning.keys;
           t.key_end = std::min(p.K, blocks * (k + 1) / splits * tuning.keys);
           t.partial = plan.partial_rows;
-          plan.partial_rows += piece.rows;
+          plan.partial_rows += block.rows;
         }
         t.work = estimate(p, s, t);
         s.task.push_back(t);
       }
     }
     // The heavy ones first, so that no thread is left with one at the end.
-    std::stable_sort(s.task.begin() + first, s.task.end(), [](const Task& a, const Task& b) { return a.work > b.work; });
+    std::stable_sort(s.task.begin() + first, s.task.end(),
+                     [](const Task& a, const Task& b) { return a.work > b.work; });
     s.wave.push_back({g, end, first, static_cast<int64_t>(s.task.size())});
   }
 
   plan.groups = groups;
   plan.rows = widest;
-  plan.pieces = count;
+  plan.threads =
+      plan.prepacked ? threads : std::max<int64_t>(1, std::min(threads, static_cast<int64_t>(s.task.size())));
+  plan.row_blocks = count;
   plan.waves = static_cast<int64_t>(s.wave.size());
   plan.merges = static_cast<int64_t>(s.merge.size());
   plan.entries = s.entries.data();
@@ -155,7 +137,8 @@ Plan make_plan(const PartitaProblem& p, const Tuning& tuning, Storage& s) {
   return plan;
 }
 
-BackwardPlan make_backward_plan(const PartitaProblem& p, const PartitaGradients& g, const Tuning& tuning, BackwardStorage& s) {
+BackwardPlan make_backward_plan(const PartitaProblem& p, const PartitaGradients& g, const Tuning& tuning,
+                                BackwardStorage& s) {
   sort_entries(std::vector<int64_t>(g.group, g.group + p.B), g.groups, s.entries, s.entry_begin);
   const int64_t threads = std::max<int32_t>(1, p.threads), groups = g.groups;
   // Few groups: cut rows or keys, whichever needs less memory for partial sums (key, value against query).
@@ -165,7 +148,8 @@ BackwardPlan make_backward_plan(const PartitaProblem& p, const PartitaGradients&
     rows = std::max<int64_t>(1, std::min(2 * threads, p.Q / tuning.tile));
   } else if (groups > 0 && groups % threads != 0 && groups < 4 * threads) {
     const int64_t want = ceil_div(4 * threads, groups);
-    const int64_t most_rows = std::max<int64_t>(1, p.Q / (4 * tuning.tile)), most_keys = std::max<int64_t>(1, ceil_div(p.K, tuning.keys));
+    const int64_t most_rows = std::max<int64_t>(1, p.Q / (4 * tuning.tile)),
+                  most_keys = std::max<int64_t>(1, ceil_div(p.K, tuning.keys));
     const bool cut_rows = !keys_alone && groups * p.K * (p.D + p.V) < p.B * p.Q * p.D;
     if (cut_rows)
       rows = std::min(want, most_rows);
@@ -182,16 +166,19 @@ BackwardPlan make_backward_plan(const PartitaProblem& p, const PartitaGradients&
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t group = 0; group < groups; ++group)
       for (int64_t k = 0; k < keys; ++k) {
-        Patch patch{group, p.Q * r / rows, p.Q * (r + 1) / rows, blocks * k / keys * tuning.keys, 0, r, k};
-        patch.key_end = std::min(p.K, blocks * (k + 1) / keys * tuning.keys);
-        s.patch.push_back(patch);
+        BackwardTask task{group, p.Q * r / rows, p.Q * (r + 1) / rows, blocks * k / keys * tuning.keys, 0, r, k};
+        task.key_end = std::min(p.K, blocks * (k + 1) / keys * tuning.keys);
+        s.task.push_back(task);
         // A bias shared by entries: one thread has a row range of all of them, so its sums have one order.
-        if (!rows_alone || (group + 1 == groups && k + 1 == keys)) s.begin.push_back(static_cast<int64_t>(s.patch.size()));
+        if (!rows_alone || (group + 1 == groups && k + 1 == keys))
+          s.begin.push_back(static_cast<int64_t>(s.task.size()));
       }
   if (p.stop.data && keys > 1 && !rows_alone)  // causal: early keys are seen by most rows
-    std::stable_sort(s.patch.begin(), s.patch.end(), [](const Patch& a, const Patch& b) { return a.key_begin < b.key_begin; });
+    std::stable_sort(s.task.begin(), s.task.end(),
+                     [](const BackwardTask& a, const BackwardTask& b) { return a.key_begin < b.key_begin; });
   if (p.stop.data && rows > 1 && keys == 1 && !rows_alone)
-    std::stable_sort(s.patch.begin(), s.patch.end(), [](const Patch& a, const Patch& b) { return a.row > b.row; });
+    std::stable_sort(s.task.begin(), s.task.end(),
+                     [](const BackwardTask& a, const BackwardTask& b) { return a.row > b.row; });
 
   BackwardPlan plan{};
   plan.groups = groups;
@@ -201,7 +188,7 @@ BackwardPlan make_backward_plan(const PartitaProblem& p, const PartitaGradients&
   plan.entries = s.entries.data();
   plan.entry_begin = s.entry_begin.data();
   plan.begin = s.begin.data();
-  plan.patch = s.patch.data();
+  plan.task = s.task.data();
   return plan;
 }
 

@@ -4,8 +4,8 @@ A block is what one rank holds of the sharded side (keys, or keys and values). A
 holds its own block, the part it works on and the one that is arriving; of gradients on their way home, the one it
 makes, the one it sends and the one it hears. These buffers are made once and take turns.
 
-    visits     part 0 of rank r - 1, of r - 2, ..., then part 1 of r - 1, ...; the own block before all others
-    Homeward   with each part goes its gradient: W - 1 hops from the first visit until it is home
+    arrivals         part 0 of rank r - 1, of r - 2, ..., then part 1 of r - 1, ...; the own block before all others
+    GradientReturn   with each part goes its gradient: W - 1 hops from the first rank it visits until it is home
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partita.distributed.parts import Parts
-from partita.distributed.team import Team
+from partita.distributed._ring.blocks import Parts
+from partita.distributed._ring.group import Group
 
-__all__ = ["Block", "Homeward", "Traffic", "Visit", "pass_on", "traffic", "visits", "wait"]
+__all__ = ["Block", "GradientReturn", "Traffic", "Arrival", "send_receive", "traffic", "arrivals", "wait"]
 
 KEYS, GRADIENTS = 0, 1  # tags: with two ranks both kinds of message run between the same two
 
@@ -97,7 +97,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Visit:
+class Arrival:
     """A part of the block of a rank, that is here to be worked on."""
 
     step: int  # how far it has come; 0 is one's own
@@ -108,10 +108,12 @@ class Visit:
     tensors: list[Tensor]
 
 
-def visits(team: Team, own: Sequence[Tensor], sizes: Sequence[int], parts: Parts, at_home: Parts) -> Iterator[Visit]:
+def arrivals(
+    group: Group, own: Sequence[Tensor], sizes: Sequence[int], parts: Parts, at_home: Parts
+) -> Iterator[Arrival]:
     """Parts of the blocks of all ranks, one's own (cut as `at_home` says) first; the next is under way meanwhile."""
     form, dtype = Block.of(own, parts), own[0].dtype
-    stops = [(part, step) for part in range(len(parts)) for step in range(1, team.size)]
+    stops = [(part, step) for part in range(len(parts)) for step in range(1, group.size)]
     lies = len(own) == 1  # a part that lies in one piece is its own message
     lies = lies and all(parts.take(part, own[0]).is_contiguous() for part in range(len(parts)))
     buffers = form.room(sizes, 2 if lies else 3, dtype, own[0].device) if stops else []
@@ -122,69 +124,69 @@ def visits(team: Team, own: Sequence[Tensor], sizes: Sequence[int], parts: Parts
         out = here
         if step == 1:
             mine = [parts.take(part, tensor) for tensor in own]
-            out = mine[0].reshape(-1) if lies else form.message(buffers[2], part, sizes[team.rank])
-            for tensor, to in zip(mine, () if lies else form.unpack(out, part, sizes[team.rank]), strict=not lies):
+            out = mine[0].reshape(-1) if lies else form.message(buffers[2], part, sizes[group.rank])
+            for tensor, to in zip(mine, () if lies else form.unpack(out, part, sizes[group.rank]), strict=not lies):
                 to.copy_(tensor)
         assert out is not None
-        coming = form.message(buffers[at % 2], part, sizes[(team.rank - step) % team.size])
-        return coming, pass_on(team, out, coming, KEYS)
+        coming = form.message(buffers[at % 2], part, sizes[(group.rank - step) % group.size])
+        return coming, send_receive(group, out, coming, KEYS)
 
     coming, moves = start(0, None) if stops else (own[0], [])
     for part in range(len(at_home)):
-        keys = at_home.keys(part, sizes[team.rank])
+        keys = at_home.keys(part, sizes[group.rank])
         mine = [at_home.take(part, tensor) for tensor in own]
-        yield Visit(0, team.rank, part, at_home.entry(part), keys, mine)
+        yield Arrival(0, group.rank, part, at_home.entry(part), keys, mine)
     for at, (part, step) in enumerate(stops):
-        source = (team.rank - step) % team.size
+        source = (group.rank - step) % group.size
         wait(moves)
         here, moves = coming, []
         if at + 1 < len(stops):
             coming, moves = start(at + 1, here)
         keys = parts.keys(part, sizes[source])
-        yield Visit(step, source, part, parts.entry(part), keys, form.unpack(here, part, sizes[source]))
+        yield Arrival(step, source, part, parts.entry(part), keys, form.unpack(here, part, sizes[source]))
 
 
-class Homeward:
+class GradientReturn:
     """Gradients of parts on their way home: each rank adds its own to what it hears, and sends that on.
 
     own: the gradients of this rank's block, where all of its parts end.
     """
 
-    def __init__(self, team: Team, own: Sequence[Tensor], sizes: Sequence[int], parts: Parts):
-        self._team, self._own, self._sizes, self._parts = team, own, sizes, parts
+    def __init__(self, group: Group, own: Sequence[Tensor], sizes: Sequence[int], parts: Parts):
+        self._group, self._own, self._sizes, self._parts = group, own, sizes, parts
         self._form = Block.of(own, parts)
-        travels = bool(own) and team.size > 1
+        travels = bool(own) and group.size > 1
         self._free = self._form.room(sizes, 3, own[0].dtype, own[0].device) if travels else []
         self._at: Tensor | None = None  # the buffer of the part at hand
         self._moving: list[Tensor] = []  # buffers of the gradient being sent, and of the one that is heard
         self._moves: list[dist.Work] = []
         self._home: int | None = None  # the part of our own block that is heard, if it is one
 
-    def begin(self, visit: Visit) -> list[Tensor]:
+    def begin(self, arrival: Arrival) -> list[Tensor]:
         """Where to add the gradient of a part: for one's own that is the result itself."""
-        if not visit.step or not self._own:
-            return [self._parts.take(visit.part, tensor) for tensor in self._own]
+        if not arrival.step or not self._own:
+            return [self._parts.take(arrival.part, tensor) for tensor in self._own]
         self._at = self._free.pop()
-        n = self._sizes[visit.source]
-        return self._form.unpack(self._form.message(self._at, visit.part, n).zero_(), visit.part, n)
+        n = self._sizes[arrival.source]
+        return self._form.unpack(self._form.message(self._at, arrival.part, n).zero_(), arrival.part, n)
 
-    def end(self, visit: Visit) -> None:
+    def end(self, arrival: Arrival) -> None:
         """The gradient of this part is complete as far as this rank is concerned."""
-        if not visit.step or not self._own:
+        if not arrival.step or not self._own:
             return
-        team, form, part = self._team, self._form, visit.part
-        at, n = self._at, self._sizes[visit.source]
+        group, form, part = self._group, self._form, arrival.part
+        at, n = self._at, self._sizes[arrival.source]
         assert at is not None
         message = form.message(at, part, n)
         heard = self._settle()
-        if visit.step > 1:
+        if arrival.step > 1:
             assert heard is not None
             message += form.message(heard, part, n)
-        last = visit.step == team.size - 1
+        last = arrival.step == group.size - 1
         self._home = part if last else None
         into = self._free.pop()
-        coming = form.message(into, part, self._sizes[(visit.source - 1) % team.size])
-        self._moving, self._moves = [at, into], pass_on(team, message, coming, GRADIENTS)
+        coming = form.message(into, part, self._sizes[(arrival.source - 1) % group.size])
+        self._moving, self._moves = [at, into], send_receive(group, message, coming, GRADIENTS)
 
     def finish(self) -> None:
         """Until the last part is home."""
@@ -199,7 +201,7 @@ class Homeward:
             return None
         heard = moving[1]
         if self._home is not None:
-            n = self._sizes[self._team.rank]
+            n = self._sizes[self._group.rank]
             arrived = self._form.unpack(self._form.message(heard, self._home, n), self._home, n)
             for tensor, more in zip(self._own, arrived, strict=True):
                 self._parts.take(self._home, tensor).add_(more)
@@ -207,16 +209,16 @@ class Homeward:
         return heard
 
 
-def pass_on(team: Team, out: Tensor, into: Tensor, tag: int) -> list[dist.Work]:
+def send_receive(group: Group, out: Tensor, into: Tensor, tag: int) -> list[dist.Work]:
     """Start sending `out` to the next rank and hearing `into` from the one before; empty messages stay at home."""
-    group, moves = team.group, []
+    moves, handle = [], group.process_group
     if out.numel():
-        moves.append(dist.P2POp(dist.isend, out, team.peer(team.rank + 1), group, tag))
+        moves.append(dist.P2POp(dist.isend, out, group.peer(group.rank + 1), handle, tag))
         for counter in _counters:
             counter.sent_bytes += out.numel() * out.element_size()
             counter.messages += 1
     if into.numel():
-        moves.append(dist.P2POp(dist.irecv, into, team.peer(team.rank - 1), group, tag))
+        moves.append(dist.P2POp(dist.irecv, into, group.peer(group.rank - 1), handle, tag))
     return dist.batch_isend_irecv(moves) if moves else []
 
 

@@ -1,0 +1,21 @@
+"""A sink: a key of a learned score and value 0, that joins the denominator of every row of its head."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from partita.errors import ShapeError
+
+__all__ = ["sink_per_row"]
+
+
+def sink_per_row(sink: Tensor, rows: Tensor) -> Tensor:
+    """A sink per head spread over the head's rows; `rows` has their shape and dtype."""
+    if sink.dim() == 1 and rows.dim() >= 2 and sink.shape[0] == rows.shape[-2]:
+        sink = sink[:, None]
+    try:
+        return sink.to(rows.dtype).expand_as(rows)
+    except RuntimeError:
+        raise ShapeError(
+            f"sink must be one score per head, or broadcast to the rows {tuple(rows.shape)}; got {tuple(sink.shape)}."
+        ) from None
