@@ -142,7 +142,8 @@ def similarity_moments(
             first, second, keys = first + s.sum(-1), second + s.square().sum(-1), key.shape[-2]
         else:
             sums, squares = (bank.processes.added(x) for x in (key.sum(0), key.mT @ key))
-            keys = sum(bank.processes.sizes[bank.kind])
+            sizes = bank.processes.sizes  # none where nobody had to be asked
+            keys = sum(sizes[bank.kind]) if sizes else key.shape[-2]
             first = first + rows @ sums
             second = second + ((rows @ squares) * rows).sum(-1)
         count += keys

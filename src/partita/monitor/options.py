@@ -123,4 +123,4 @@ def _count(model: nn.Module) -> int:
     """How many layers there may be: modules that look like attention, or what a config says where they are shared."""
     config = getattr(model, "config", None)
     said = [n for name in _COUNTS if isinstance(n := getattr(config, name, None), int)]
-    return max(len(expected(model)), sum(said))
+    return max(len(expected(model)), *said, 0)
