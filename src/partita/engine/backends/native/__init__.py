@@ -73,16 +73,16 @@ def _small(ids: Tensor) -> bool:
     return not ids.numel() or (int(ids.min()) >= limit.min and int(ids.max()) <= limit.max)
 
 
+def _operands(
+    r: Request,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, tuple[Term, ...], float | None]:
+    """What both directions hand over, in the library's order."""
+    return r.query, r.key, r.value, r.scale, r.bias, r.target, _terms(r), r.softcap
+
+
 def forward(request: Request) -> Sums:
     found = reduce.reduce(
-        request.query,
-        request.key,
-        request.value,
-        request.scale,
-        request.bias,
-        request.target,
-        _terms(request),
-        request.softcap,
+        *_operands(request),
         moments=request.statistics,
         rank=request.rank,
         mean=request.mean,
@@ -95,14 +95,7 @@ def forward(request: Request) -> Sums:
 def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
     query, key, value, scale, bias = needs
     found = reduce.reduce_backward(
-        request.query,
-        request.key,
-        request.value,
-        request.scale,
-        request.bias,
-        request.target,
-        _terms(request),
-        request.softcap,
+        *_operands(request),
         peak,
         g.mass,
         g.first,
