@@ -160,7 +160,7 @@ def _by_ring(query: Tensor, key: Tensor, group: Group) -> object:
 
 def _by_gathering(query: Tensor, key: Tensor) -> object:
     whole = _Gather.apply(key)  # type: ignore[no-untyped-call]
-    sums = Gibbs(query, whole, scale=0.1)._pass(statistics=False)
+    sums = Gibbs(query, whole, scale=0.1).reduce(statistics=False)
     return torch.autograd.grad(_loss(sums.state.log_partition()), (query, key))
 
 
