@@ -72,6 +72,9 @@ def test_the_frame_has_the_columns_of_the_contract() -> None:
     assert len(frame) == 3 * 2 and set(frame["layer"]) == {0}
     table = run().frame(pandas=False)
     assert isinstance(table, Table) and table["head"] == [0, 1] * 3 and "entropy" in repr(table)
+    assert table.head == table["head"]
+    with pytest.raises(AttributeError, match="its columns are"):
+        _ = table.heads
     with pytest.raises(KeyError, match="the columns are"):
         table["nothing"]
 

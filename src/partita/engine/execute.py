@@ -50,15 +50,18 @@ class _Audience(NamedTuple):
     """Who follows a pass."""
 
     differentiates: bool  # autograd, a transform or forward mode
-    transforms: bool  # torch.func or forward mode: the operands are not what they seem
     looks: bool  # at operators
 
 
 def _audience(tensors: Sequence[Tensor | None]) -> _Audience:
     """The one place where it is asked whether anybody differentiates, traces or looks."""
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    recorded, ordinary, grad = False, True, torch.is_grad_enabled()
+    for t in tensors:  # a plain loop: this is asked of every call, and most calls are short
+        if t is not None:
+            recorded = recorded or (grad and t.requires_grad)
+            ordinary = ordinary and type(t) in _ORDINARY and not t.is_meta  # meta: shapes alone
     if torch.compiler.is_compiling():
-        return _Audience(recorded, False, True)
+        return _Audience(recorded, True)
     # in forward mode too the Function is asked: it has no such derivative and says so, where a backend would lose it
     transforms = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     looks = (
@@ -66,9 +69,9 @@ def _audience(tensors: Sequence[Tensor | None]) -> _Audience:
         or torch._C._len_torch_dispatch_stack() != 0
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
-        or not all(t is None or (type(t) in _ORDINARY and not t.is_meta) for t in tensors)  # meta: shapes alone
+        or not ordinary
     )
-    return _Audience(recorded or transforms, transforms, looks)
+    return _Audience(recorded or transforms, looks)
 
 
 def execute(request: Request) -> Sums:

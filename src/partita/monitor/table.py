@@ -11,8 +11,8 @@ class Table:
     """Rows of named values.
 
     >>> t = Table([{"a": 1, "b": 2}, {"a": 3, "b": 4}])
-    >>> t["a"], t[1], len(t)
-    ([1, 3], {'a': 3, 'b': 4}, 2)
+    >>> t["a"], t.b, t[1], len(t)  # columns by name or as attributes, as in pandas
+    ([1, 3], [2, 4], {'a': 3, 'b': 4}, 2)
     """
 
     def __init__(self, rows: Iterable[dict[str, Any]], columns: list[str] | None = None) -> None:
@@ -32,6 +32,12 @@ class Table:
         if key not in self.columns:
             raise KeyError(f"no column {key!r}; the columns are {', '.join(self.columns)}")
         return [row.get(key) for row in self.rows]
+
+    def __getattr__(self, name: str) -> Any:
+        columns = self.__dict__.get("columns", ())
+        if name not in columns:
+            raise AttributeError(f"a table has no {name!r}; its columns are {', '.join(columns)}")
+        return self[name]
 
     def to_dict(self, orient: str = "records") -> Any:
         """As pandas does it: "records" (list of rows) or "list" (dict of columns)."""
