@@ -1,4 +1,4 @@
-"""A backend in forty lines: every score and every product written out. It shows what adding one takes."""
+"""A backend in sixty lines: every score and every product written out. It shows what adding one takes."""
 
 from __future__ import annotations
 
