@@ -18,7 +18,7 @@ from benchmarks.memory import fitted_exponent, peak_of
 ROOT = Path(__file__).parents[1]
 
 
-def run(*command: str, timeout_s: float = 180) -> str:
+def run(*command: str, timeout_s: float = 1200) -> str:
     """Standard output of a Python command run in the root of the repository; its failure is ours."""
     environment = {**os.environ, "PYTHONWARNINGS": "error::DeprecationWarning:__main__"}
     done = subprocess.run(

@@ -188,7 +188,7 @@ def test_explain_names_the_backend_that_serves():
 def run(code: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True, timeout=600
     )
 
 
