@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,16 +15,21 @@ from partita import support
 from partita.engine.disjoint import apart
 from partita.engine.terms import window_mask
 from partita.errors import PartitaError
-from tests.strategies import supports
+from tests.strategies import either, supports, window
 
 CPU = torch.device("cpu")
+REACH = st.one_of(st.none(), st.integers(-3, 5))
 
 
 @given(st.data())
 def test_a_union_comes_apart_into_terms_without_a_key_in_common(data):
     n_query, n_key = data.draw(st.sampled_from((1, 3, 12))), data.draw(st.sampled_from((0, 1, 5, 13)))
     batch = data.draw(st.sampled_from([(), (2, 3)]))
-    joined, visible = data.draw(supports(n_query, n_key, batch, depth=3))
+    # two to four intervals, at times one support of any kind besides
+    members = [window(n_query, n_key, *data.draw(st.tuples(REACH, REACH))) for _ in range(data.draw(st.integers(2, 4)))]
+    if data.draw(st.booleans()):
+        members.append(data.draw(supports(n_query, n_key, batch, depth=1)))
+    joined, visible = functools.reduce(either, members)
     terms = joined.bind(n_query, n_key, batch, CPU)
     found = apart(terms, n_query, n_key, CPU)
     if found is None:  # two terms that are no plain intervals
