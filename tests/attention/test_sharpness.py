@@ -64,7 +64,7 @@ def test_rows_start_with_the_entropy_asked_for(reduction):
     layer = init_sharpness_(MultiheadAttention(WIDTH, 1, batch_first=True), entropy=goal, length=LENGTH)
     x, y = (torch.randn(16, LENGTH, WIDTH) for _ in range(2))
     _, stats = layer(x, y, y, return_stats=True)
-    # Given its query a row is Gaussian, and the mean of sigma_i^2 over queries is sigma^2. Of a finite row the reduction
+    # Given its query a row is Gaussian; the mean of sigma_i^2 over queries is sigma^2. Of a finite row the reduction
     # is larger by some (e^(sigma^2) (1 + sigma^2) - 1) / 2n, 2 to 3 % here; 16 texts of 256 keys estimate a variance to
     # sqrt(2 / 4096) in each direction, 2 to 3 % in all. Four of those and the bias are below 15 %.
     assert (math.log(LENGTH) - stats.entropy.mean()).item() == pytest.approx(reduction, rel=0.15)
