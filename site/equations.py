@@ -22,8 +22,8 @@ WORDS = {
 }  # fmt: skip
 SIGNS = (("&lt;=", "≤"), ("&gt;=", "≥"), ("!=", "≠"), ("&lt;-", "←"), ("-&gt;", "→"), (" * ", " · "), (" - ", " − "))
 UPRIGHT = {
-    "log", "exp", "max", "min", "Var", "Cov", "KL", "cos", "erf", "in", "of", "the", "is", "as", "on", "by", "or", "and",
-    "for", "all", "own", "if", "not", "to", "at", "no", "key", "new", "old", "row", "one", "its", "two", "are", "has",
+    "log", "exp", "max", "min", "Var", "Cov", "KL", "cos", "erf", "in", "of", "the", "is", "as", "on", "by", "or",
+    "and", "for", "all", "own", "if", "not", "to", "at", "no", "key", "new", "old", "row", "one", "its", "two", "are", "has",
 }  # fmt: skip
 NAME = re.compile(r"([A-Za-z]+)((?:_(?:\{[^}]*\}|[A-Za-z0-9+]+(?:,[A-Za-z0-9]+)*))*)")
 POWER = re.compile(r"\^(\([^()]*\)|-?[A-Za-z0-9.]+)")
@@ -49,21 +49,16 @@ def typeset(text: str) -> str:
     lines = text.strip("\n").splitlines()
     margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
     lines = [line[margin:] for line in lines]
-    return (
-        '<div class="equation">'
-        + "".join(f"<div>{_row(line) if aligned else _line(line)}</div>" for line in lines)
-        + "</div>"
-    )
+    write = _row if sum(" = " in line for line in lines) > 1 else _line
+    return '<div class="equation">' + "".join(f"<div>{write(line)}</div>" for line in lines) + "</div>"
 
 
 def _row(line: str) -> str:
     """Two cells, so that the first equality signs of a block stand under each other."""
     left, sign, right = line.partition(" = ")
-    return (
-        f"<span>{_line(left.rstrip())}\u2002</span><span>= {_line(right.lstrip())}</span>"
-        if sign
-        else f"<span>{_line(line)}</span>"
-    )
+    if not sign:
+        return f"<span>{_line(line)}</span>"
+    return f"<span>{_line(left.rstrip())}\u2002</span><span>= {_line(right.lstrip())}</span>"
 
 
 def _line(line: str) -> str:

@@ -73,6 +73,15 @@ def test_docstring_examples_are_true(module: str) -> None:
     assert failed == 0
 
 
+def test_equations_are_typeset_as_their_docstrings_say() -> None:
+    spec = importlib.util.spec_from_file_location("equations", ROOT / "site" / "equations.py")
+    assert spec
+    assert spec.loader
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    assert doctest.testmod(loaded).failed == 0
+
+
 def anchors(page: Path) -> set[str]:
     """The fragments a forge gives to the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
