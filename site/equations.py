@@ -23,7 +23,8 @@ WORDS = {
 SIGNS = (("&lt;=", "≤"), ("&gt;=", "≥"), ("!=", "≠"), ("&lt;-", "←"), ("-&gt;", "→"), (" * ", " · "), (" - ", " − "))
 UPRIGHT = {
     "log", "exp", "max", "min", "Var", "Cov", "KL", "cos", "erf", "in", "of", "the", "is", "as", "on", "by", "or",
-    "and", "for", "all", "own", "if", "not", "to", "at", "no", "key", "new", "old", "row", "one", "its", "two", "are", "has",
+    "and", "for", "all", "own", "if", "not", "to", "at", "no", "key", "new", "old", "row", "one", "its", "two",
+    "are", "has",
 }  # fmt: skip
 NAME = re.compile(r"([A-Za-z]+)((?:_(?:\{[^}]*\}|[A-Za-z0-9+]+(?:,[A-Za-z0-9]+)*))*)")
 POWER = re.compile(r"\^(\([^()]*\)|-?[A-Za-z0-9.]+)")
