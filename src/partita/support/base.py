@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 import torch
 from torch import Tensor
 
 from partita._checks import has_values, shape_text
+from partita._look import matrix_html, small_matrix
 from partita.engine.disjoint import visible as visible_keys
 from partita.engine.terms import Term, window_mask
 from partita.errors import DtypeError
@@ -71,6 +73,11 @@ class Support:
         if out is None:
             out = torch.ones((), dtype=torch.bool, device=where)
         return out.expand(*batch, n_query, n_key)
+
+    def _repr_html_(self) -> str:
+        """Small, in a notebook: at the size of what it was made of, or 12 x 12."""
+        keep = small_matrix(lambda n, m, batch: self.dense(n, m, batch, "cpu"), self.tensors())
+        return f"<code>{escape(repr(self))}</code>" if keep is None else matrix_html(keep, repr(self))
 
 
 def check_support(given: object) -> None:
