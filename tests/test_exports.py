@@ -6,8 +6,10 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +139,43 @@ def test_public_is_what_all_lists():
         assert hasattr(partita, name), name
     needed = {"Gibbs", "Stats", "State", "merge", "attention", "linear_cross_entropy", "info_nce_loss", "solve_scale"}
     assert needed | {"backend", "explain", "scale", "support"} <= set(partita.__all__)
+
+
+ROOT = Path(__file__).parents[1]
+LISTED = dict(
+    line.split(maxsplit=1)
+    for line in (ROOT / "tests" / "exports.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+# Statements have a page and tests of their own: docs/statements.md.
+ELSEWHERE = {"theory"}
+
+
+def exported() -> set[str]:
+    """Every public name with its module: those of partita itself, and what its modules list."""
+    found = {name for name in partita.__all__ if not inspect.ismodule(getattr(partita, name))}
+    inner = [name for name in partita.__all__ if inspect.ismodule(getattr(partita, name)) and name not in ELSEWHERE]
+    inner += [f"adapters.{m.name}" for m in pkgutil.iter_modules(partita.adapters.__path__)]
+    for module in inner:
+        found |= {f"{module}.{name}" for name in getattr(importlib.import_module(f"partita.{module}"), "__all__", ())}
+    return found
+
+
+def test_every_export_is_listed():
+    """A name becomes public on purpose: with a line in tests/exports.txt that says where its values are checked."""
+    new, gone = exported() - set(LISTED), set(LISTED) - exported()
+    assert not new, f"not in tests/exports.txt: {sorted(new)}; add a line for each: the name and the test of its values"
+    assert not gone, f"in tests/exports.txt, but no longer exported: {sorted(gone)}"
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_every_export_has_an_oracle(name):
+    """The file that is named exists and speaks of the name; or a dash and a reason."""
+    where = LISTED[name]
+    if where.startswith("- "):
+        assert len(where) > 5, f"{name}: say why there is no test of its values"
+        return
+    assert re.search(rf"\b{name.rsplit('.', 1)[-1]}\b", (ROOT / where).read_text()), f"{where} does not name {name}"
 
 
 def modules() -> list[str]:
