@@ -55,13 +55,13 @@ class _Audience(NamedTuple):
 
 def _audience(tensors: Sequence[Tensor | None]) -> _Audience:
     """The one place where it is asked whether anybody differentiates, traces or looks."""
+    if torch.compiler.is_compiling():  # the operator brings its own derivative
+        return _Audience(False, True)
     recorded, ordinary, grad = False, True, torch.is_grad_enabled()
     for t in tensors:  # a plain loop: this is asked of every call, and most calls are short
         if t is not None:
             recorded = recorded or (grad and t.requires_grad)
             ordinary = ordinary and type(t) in _ORDINARY and not t.is_meta  # meta: shapes alone
-    if torch.compiler.is_compiling():
-        return _Audience(recorded, True)
     # in forward mode too the Function is asked: it has no such derivative and says so, where a backend would lose it
     transforms = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     looks = (
@@ -87,8 +87,7 @@ def execute(request: Request) -> Sums:
     if not audience.differentiates:
         return _ungrouped(autograd.assemble(autograd.reduce(plan, tensors), r), r)
     out = autograd.Pass.apply(plan, None if audience.looks else r, *tensors)  # type: ignore[no-untyped-call]
-    node = None if audience.looks and torch.compiler.is_compiling() else out[1].grad_fn
-    return _ungrouped(autograd.assemble(out, r, node), r)
+    return _ungrouped(autograd.assemble(out, r, out[1].grad_fn), r)
 
 
 def _ungrouped(sums: Sums, request: Request) -> Sums:
