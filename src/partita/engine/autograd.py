@@ -25,7 +25,7 @@ from partita.engine.sums import OPERANDS, Sums, Upstream
 from partita.engine.terms import pack, unpack
 from partita.precision import no_autocast
 
-__all__ = ["Pass", "Plan", "backward", "forward", "reduce"]
+__all__ = ["OPERANDS_SCHEMA", "PLAN_SCHEMA", "Pass", "Plan", "backward", "forward", "read", "reduce"]
 
 _ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the operands in `Gradients`
 _ABSENT = 0  # the size of an output that was not asked for: an operator has no optional results
@@ -114,15 +114,15 @@ def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
     )
 
 
-_OPERANDS = "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
-_PLAN = "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend"
+OPERANDS_SCHEMA = "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
+PLAN_SCHEMA = "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend"
 _GIVEN = "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target"
 
-library.define("partita::reduce", f"({_OPERANDS}, {_PLAN}) -> ({', '.join(['Tensor'] * 10)})")
-library.define("partita::reduce_backward", f"({_OPERANDS}, {_PLAN}, {_GIVEN}, bool[] needs) -> Tensor[]")
+library.define("partita::reduce", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}) -> ({', '.join(['Tensor'] * 10)})")
+library.define("partita::reduce_backward", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}, {_GIVEN}, bool[] needs) -> Tensor[]")
 
 
-def _read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Sequence[Any]]:
+def read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Sequence[Any]]:
     """The plan, the tensors of the request, and what follows them in an operator's arguments."""
     operands, support, plan, rest = arguments[:6], arguments[6], arguments[7:14], arguments[14:]
     layout, *options = plan
@@ -131,7 +131,7 @@ def _read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Se
 
 @library.impl("partita::reduce", "CompositeExplicitAutograd")
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    plan, tensors, _ = _read(arguments)
+    plan, tensors, _ = read(arguments)
     request = plan.request(tensors)
     check_values(request)
     return _flat(forward(request, plan.backend))
@@ -139,7 +139,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 @library.register_fake("partita::reduce")  # type: ignore[untyped-decorator]
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    plan, tensors, _ = _read(arguments)
+    plan, tensors, _ = read(arguments)
     r = plan.request(tensors)
     rows = (*r.batch, r.n_query)
     values = (*rows, 0 if r.value is None else r.value.shape[-1])
@@ -164,13 +164,13 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 @library.impl("partita::reduce_backward", "CompositeExplicitAutograd")
 def _(*arguments: Any) -> list[Tensor]:
-    plan, tensors, (*rows, needs) = _read(arguments)
+    plan, tensors, (*rows, needs) = read(arguments)
     return _wanted(plan, tensors, rows, needs)
 
 
 @library.register_fake("partita::reduce_backward")  # type: ignore[untyped-decorator]
 def _(*arguments: Any) -> list[Tensor]:
-    _, tensors, (*_, needs) = _read(arguments)
+    _, tensors, (*_, needs) = read(arguments)
     return [t.new_empty(t.shape) for t, needed in zip(tensors[:5], needs, strict=True) if needed and t is not None]
 
 
@@ -271,7 +271,7 @@ def _pulled_back(ctx: Any, needed: Sequence[bool], grads: tuple[Tensor | None, .
 
 
 def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    plan, tensors, _ = _read(inputs)
+    plan, tensors, _ = read(inputs)
     _remember(ctx, plan, tensors, output)
     ctx.seen = True
 

@@ -6,7 +6,8 @@
     both_ways(request)      nll of the diagonal by rows and by columns of one product, where a backend can
     accumulate(totals)      statistics of rows added up by heads, where a backend can
     forward, backward       one pass and its gradients without autograd, for those who bring their own (the ring)
-    score_tiles, scores     the scores themselves: tile by tile, or all at once
+    top, sample             keys chosen by their scores, tile by tile
+    scores                  the scores themselves, all at once
 
 Who may follow: autograd, a transform of torch.func or forward mode (they *differentiate*); a tracer, a dispatch mode, a
 profiler, a tensor subclass (they *look* at operators). If nobody does, a backend is called as a function.
@@ -14,7 +15,7 @@ profiler, a tensor subclass (they *look* at operators). If nobody does, a backen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from partita.engine.autograd import backward, forward
 from partita.engine.backends import tiled
 from partita.engine.fused import BothWaysNll, WeightedNll
 from partita.engine.request import Request
+from partita.engine.selection import sample, top
 from partita.engine.state import Stats
 from partita.engine.sums import Sums
 from partita.precision import autocasts
@@ -38,8 +40,9 @@ __all__ = [
     "both_ways",
     "execute",
     "forward",
-    "score_tiles",
+    "sample",
     "scores",
+    "top",
     "weighted_nll",
 ]
 
@@ -200,11 +203,6 @@ def accumulate(totals: Sequence[Tensor], *rows: Any) -> bool:
 
 
 # ---- the scores themselves ------------------------------------------------------------------------------------------
-
-
-def score_tiles(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice, Tensor]]]]:
-    """For each row tile its rows, and an iterator of (columns, scores) tiles; -inf is not visible. No gradient."""
-    return tiled.score_tiles(request)
 
 
 def scores(request: Request) -> Tensor:  # (*b, Q, K)
