@@ -20,6 +20,7 @@ from partita.engine import autograd
 from partita.engine.autograd import OPERANDS_SCHEMA, PLAN_SCHEMA, Plan
 from partita.engine.backends import tiled
 from partita.engine.request import Request
+from partita.errors import ValueRangeError
 
 __all__ = ["sample", "top"]
 
@@ -38,8 +39,10 @@ def top(request: Request, k: int) -> tuple[Tensor, Tensor]:  # (*b, Q, k) each
 def sample(request: Request, generator: torch.Generator | None = None) -> Tensor:  # (*b, Q)
     """One key per row; -1 on an empty row."""
     if torch.compiler.is_compiling():
+        if generator is not None:
+            raise ValueRangeError("a compiled graph has no generator: leave it None, torch.manual_seed governs the draw.")
         plan, tensors = Plan.of(request, "")
-        seed = torch.randint(1 << 62, (), device=request.query.device, generator=generator)
+        seed = torch.randint(1 << 62, (), device=request.query.device)
         drawn: Tensor = torch.ops.partita.sample(*tensors[:6], tensors[6:], *plan.options(), seed)
         return drawn
     return _sample(request, generator)

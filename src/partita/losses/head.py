@@ -10,6 +10,7 @@ values cannot be looked at (compiled, under vmap) or outputs have more dimension
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,7 @@ class Head:
     def place(self, rows: Tensor) -> Tensor:
         """Results of the rows in the caller's shape, 0 where ignored."""
         if self.kept is not None:
-            rows = rows.new_zeros(torch.Size(self.shape).numel()).index_put((self.kept,), rows)
+            rows = rows.new_zeros(math.prod(self.shape)).index_put((self.kept,), rows)
         elif self.outputs:
             rows = rows.movedim(-1, 0)
         return rows.reshape(self.shape)
@@ -70,7 +71,7 @@ class Head:
         if soft and shift:
             raise ValueRangeError("shift moves class indices; with class probabilities give aligned targets.")
         lead, window = _window(tuple(input.shape[:-1]), shift, bool(outputs))
-        shape, n, dim = (*lead, *outputs), torch.Size(lead).numel(), input.shape[-1]
+        shape, n, dim = (*lead, *outputs), math.prod(lead), input.shape[-1]
         sample = None if sample_weight is None else _per_row("sample_weight", sample_weight, shape, shift)
         if isinstance(scale, Tensor) and scale.dim():
             scale = _per_row("scale", scale, shape, -shift)
@@ -165,7 +166,7 @@ def _capped(
         cut.append(coefficient.movedim(-2, 0))
     else:
         shared.insert(0, coefficient)
-    width = key.shape[-2] * max(1, torch.Size(rows[:-1]).numel())
+    width = key.shape[-2] * max(1, math.prod(rows[:-1]))
     return in_row_blocks(total, cut, shared, width).movedim(0, -1)
 
 
@@ -197,7 +198,7 @@ def _window(lead: tuple[int, ...], shift: int, outputs: bool) -> tuple[tuple[int
         return lead, None
     if not lead or outputs:
         raise ShapeError("shift needs positions, input (..., T, dim), and a matrix of classes.")
-    left = max(lead[-1] - shift, 0)
+    left = lead[-1] - shift if lead[-1] > shift else 0  # in a graph a comparison, not a maximum
     return (*lead[:-1], left), slice(0, left)
 
 
