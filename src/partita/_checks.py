@@ -5,7 +5,6 @@ Checks that need to look at *values* are made only where values exist: not while
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -52,8 +51,11 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def finite(number: float) -> bool:
-    """Whether a number is neither nan nor infinite; by comparing, since a symbolic one has no math.isfinite."""
-    return -sys.float_info.max <= number <= sys.float_info.max
+    """Whether a number is neither nan nor infinite; by comparing, since a symbolic one has no math.isfinite.
+
+    The largest double is written out: a name would become one more symbol of a graph.
+    """
+    return -1.7976931348623157e308 <= number <= 1.7976931348623157e308
 
 
 def check_float(name: str, tensor: Tensor) -> None:

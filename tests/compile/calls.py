@@ -86,8 +86,11 @@ def with_gradients(found: Any, given: Written) -> list[Tensor]:
     return [x.detach().clone() for x in out]
 
 
-def compare(call: Callable[[Given], Any], backend: str, dynamic: bool, *, chance: bool = False) -> None:
-    """Compile a call whole; its results and gradients are those of the uncompiled call, at two sizes if dynamic."""
+def compare(call: Callable[[Given], Any], backend: str, dynamic: bool, *, chance: bool = False) -> bool:
+    """Compile a call whole; its results and gradients are those of the uncompiled call, at two sizes if dynamic.
+
+    Gives whether there were gradients to compare.
+    """
     torch._dynamo.reset()
     modules: list[torch.nn.Module] = []
 
@@ -97,7 +100,8 @@ def compare(call: Callable[[Given], Any], backend: str, dynamic: bool, *, chance
 
     for sizes in (SIZES, OTHER) if dynamic else (SIZES,):
         given = Written(sizes)
-        want = with_gradients(call(given), given)
+        found = call(given)
+        want = with_gradients(found, given)
         modules[:] = given.modules
         with torch._dynamo.config.patch(error_on_recompile=sizes is not SIZES):  # one compilation serves all sizes
             got = with_gradients(compiled(sizes, given.tensors), given)
@@ -108,3 +112,4 @@ def compare(call: Callable[[Given], Any], backend: str, dynamic: bool, *, chance
             if not chance:
                 tolerance = TOLERANCE.get(a.dtype, 0.0)
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return len(want) > len(list(surface.tensors(found)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import partita
 from partita import attn, contrastive, nn, scale, support
@@ -30,7 +28,9 @@ row("Gibbs.reduce", lambda g: g.gibbs().reduce(target=g.index("n_key", "batch", 
 row("Gibbs.weighted_nll", lambda g: partita.Gibbs(*g.linear()[:2]).weighted_nll(g.index("classes", "rows"), g.plain("rows")))
 row("Gibbs.both_ways_nll", lambda g: partita.Gibbs(*g.pairs()).both_ways_nll())
 row("Gibbs.scale", lambda g: partita.Gibbs(*g.qkv()[:2], scale=scale.LogLength(16), support=support.causal()).scale)
-CALLS["measure_sigma"] = lambda g: torch.as_tensor(scale.measure_sigma(*g.qkv()[:2], support.causal()))
+CALLS["measure_sigma"] = lambda g: torch.as_tensor(
+    scale.measure_sigma(*g.qkv()[:2], support.causal()), dtype=torch.float64
+)
 row("measure_sigma, policy", lambda g: scale.GaussianEntropy(0.5, scale.measure_sigma(*g.qkv()[:2]))(g.index(9, "rows"), 4))
 row("from_temperature", lambda g: scale.from_temperature(g.real("rows").exp()))
 row(
@@ -53,7 +53,7 @@ def _joined(g: Given) -> support.Support:
 
 
 row("support.dense", lambda g: support.window(1, 0).dense(g.sizes["n_query"], g.sizes["n_key"], (), "cpu"))
-row("mutual_information_bound", lambda g: tuple(partita.mutual_information_bound(g.real("rows").exp(), 64)))
+row("mutual_information_bound", lambda g: partita.mutual_information_bound(g.real("rows").exp(), 64).value)
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
@@ -74,13 +74,6 @@ row("sinusoidal", lambda g: attn.sinusoidal(g.sizes["n_key"], 4))
 row("alibi_slopes", lambda g: attn.alibi_slopes(6))
 row("rotary, positions", lambda g: attn.rotary(g.qkv()[0], g.index(100, "n_query")))
 
-
-def _replaced(g: Given) -> Tensor:
-    q, k, v = g.qkv()
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-row("replace_sdpa", _replaced)
 
 # ---- losses and contrast ---------------------------------------------------------------------------------------------
 
@@ -145,3 +138,48 @@ row("nn.qk_clip_", lambda g: nn.qk_clip_(g.module(nn.MultiheadAttention, 8, 2), 
 
 # Calls that draw random numbers: a graph draws others.
 CHANCE = {"Gibbs.sample", "attention, dropout", "gumbel_attention", "gumbel_attention, hard"}
+
+# ---- which row shows which public name ---------------------------------------------------------------------------------
+
+MODULES = ("attn", "contrastive", "engine", "losses", "metrics", "nn", "scale", "support")
+
+# Shown by the row of another: they are arguments.
+SHOWN_BY = {
+    "contrastive.AbovePositive": "info_nce_loss, rule",
+    "contrastive.Guide": "info_nce_loss, guide",
+    "contrastive.Queue": "info_nce_loss, queue",
+    "attn.ALiBi": "attention, ALiBi",
+    "attn.RelativeBias": "attention, RelativeBias",
+    "attn.ScaleInvariant": "pair_attention",
+}
+# Names that nobody calls inside a graph, and why.
+NO_CALL = {
+    **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
+                     "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "a record: what calls return"),
+    **dict.fromkeys(("attn.Bias", "contrastive.Exclusion", "scale.Policy", "support.Support"), "abstract"),
+    "attn.PairHook": "a type",
+    **dict.fromkeys(("backend", "engine.backend"), "around a call of the graph: the choice is read when it runs"),
+    "replace_sdpa": "around a call of the graph: tests/compile/test_models.py",
+    **dict.fromkeys(("backends", "explain", "engine.explain"), "text about the machine"),
+    **dict.fromkeys(("watch", "load_record", "monitor"), "around a model: see the monitor's own pages"),
+    **dict.fromkeys(("adapters", "distributed", "errors", "hf", "theory"), "modules that this table leaves out: see below"),
+}  # fmt: skip
+
+
+def public_names() -> list[str]:
+    """What partita lists, and what its modules list that it does not."""
+    names = [name for name in partita.__all__ if name not in MODULES]
+    for module in MODULES:
+        names += [f"{module}.{name}" for name in getattr(partita, module).__all__]
+    return names
+
+
+def rows_of(name: str) -> list[str]:
+    """The rows that show a public name."""
+    last = name.split(".")[-1]
+    found = [SHOWN_BY[name]] if name in SHOWN_BY else []
+    for title in CALLS:
+        called = title.split(", ")[0]
+        if called in (name, last) or called.startswith((f"{name}.", f"{last}.")):
+            found.append(title)
+    return found

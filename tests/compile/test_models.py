@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,7 @@ class Block(nn.Module):
         q, k, v = parts.permute(2, 0, 3, 1, 4).unbind()
         seen = partita.attention(q, k, v, is_causal=True, scale=scale.LogLength(reference=8))
         x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.mlp(torch.nn.functional.gelu(x))
+        return x + self.mlp(F.gelu(x))
 
 
 class Gpt(nn.Module):
@@ -132,6 +133,22 @@ def test_the_backend_and_the_threads_are_chosen_when_a_graph_runs(monkeypatch):
         finally:
             torch.set_num_threads(threads)
     assert served == ["dense", "tiled"]
+
+
+def test_a_graph_made_inside_replace_sdpa_holds_partitas_attention():
+    q = torch.randn(2, 3, 7, 4)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), fullgraph=True, backend=keep)
+    with partita.replace_sdpa():
+        torch.testing.assert_close(compiled(q), partita.attention(q, q, q))
+    assert "partita.reduce" in graphs[0].code
+    torch.testing.assert_close(compiled(q), F.scaled_dot_product_attention(q, q, q))  # afterwards torch's own again
+    assert "partita.reduce" not in graphs[-1].code
 
 
 def test_one_more_graph_serves_what_needs_no_gradient():

@@ -123,7 +123,9 @@ class Problem:
         """The distribution of all rows over some of the keys of a resolved problem."""
         bias = self._bias(slice(0, self.n_query))
         bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., cols]
-        support = None if self.support is None else KeysOf(self.support, cols.start, self.n_key)
+        support = self.support
+        if support is not None and (cols.start, cols.stop) != (0, self.n_key):
+            support = KeysOf(support, cols.start, self.n_key)
         return replace(self, key=self.key[..., cols, :])._gibbs(self.query, self.scale, bias, support)
 
     def divided(self, temperature: float, noise: Bias) -> Problem:

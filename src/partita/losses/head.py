@@ -70,7 +70,7 @@ class Head:
         soft = _is_soft(input, linear_weight, target, options)
         if soft and shift:
             raise ValueRangeError("shift moves class indices; with class probabilities give aligned targets.")
-        lead, window = _window(tuple(input.shape[:-1]), shift, bool(outputs))
+        lead, left = _window(tuple(input.shape[:-1]), shift, bool(outputs))
         shape, n, dim = (*lead, *outputs), math.prod(lead), input.shape[-1]
         sample = None if sample_weight is None else _per_row("sample_weight", sample_weight, shape, shift)
         if isinstance(scale, Tensor) and scale.dim():
@@ -80,15 +80,15 @@ class Head:
         counts = None if soft else index != options.ignore_index
         seen = counts is not None and _checks.has_values(counts)
 
-        query, kept, mask = (input if window is None else input[..., window, :]), None, None
+        query, kept, mask = (input if left is None else input[..., :left, :]), None, None
         if counts is not None and seen and not outputs and not bool(counts.all()):
             kept = counts.reshape(n).nonzero()[:, 0]
-            where = kept if window is None else _positions(input, window)[kept]
+            where = kept if left is None else _positions(input, left)[kept]
             query = input.reshape(input.shape[:-1].numel(), dim).index_select(0, where)
         elif counts is not None and not (seen and bool(counts.all())):
             mask, index = counts, torch.where(counts, index, torch.zeros_like(index))
         # cutting the last positions off several sequences leaves no flat view: then the batch stays a batch
-        batched = kept is None and window is not None and len(lead) > 1
+        batched = kept is None and left is not None and len(lead) > 1
         if kept is None and not batched:
             query = query.reshape(n, dim)
 
@@ -191,21 +191,21 @@ def _is_soft(input: Tensor, linear_weight: Tensor, target: Tensor, options: Opti
     return False
 
 
-def _window(lead: tuple[int, ...], shift: int, outputs: bool) -> tuple[tuple[int, ...], slice | None]:
-    """Rows that are left by a shift, and which positions they are."""
+def _window(lead: tuple[int, ...], shift: int, outputs: bool) -> tuple[tuple[int, ...], int | None]:
+    """Rows that are left by a shift, and how many positions of each sequence they are."""
     _checks.check_whole("shift", shift, least=0)
     if shift == 0:
         return lead, None
     if not lead or outputs:
         raise ShapeError("shift needs positions, input (..., T, dim), and a matrix of classes.")
     left = lead[-1] - shift if lead[-1] > shift else 0  # in a graph a comparison, not a maximum
-    return (*lead[:-1], left), slice(0, left)
+    return (*lead[:-1], left), left
 
 
-def _positions(input: Tensor, window: slice) -> Tensor:
-    """Flat row numbers of the positions inside the window."""
+def _positions(input: Tensor, left: int) -> Tensor:
+    """Flat row numbers of the first positions of each sequence."""
     lead = input.shape[:-1]
-    return torch.arange(lead.numel(), device=input.device).reshape(lead)[..., window].reshape(-1)
+    return torch.arange(lead.numel(), device=input.device).reshape(lead)[..., :left].reshape(-1)
 
 
 def _per_row(name: str, given: Tensor, shape: tuple[int, ...], shift: int) -> Tensor:
