@@ -1,6 +1,6 @@
 """What does a graph cost? Compiling attention, and calling it compiled, against calling it as it is.
 
-Call overhead shows on one query and a few keys, where the pass itself is nothing; at a length of 512 it should not show.
+Call overhead shows on one query and a few keys, where the pass is next to nothing; at 512 it should not.
 torch's own attention, compiled the same way, stands beside it. Compile times are those of a first call, cold, each in a
 fresh folder of inductor's; a model compiles a layer once, whatever its length, where sizes are dynamic.
 """

@@ -331,7 +331,8 @@ call("nn.InfoNCELoss", lambda g: g.module(nn.InfoNCELoss, learnable=True)(*g.pai
 call("nn.ClipLoss", lambda g: g.module(nn.ClipLoss)(*g.pairs()))
 call("nn.SigLipLoss", lambda g: g.module(nn.SigLipLoss)(*g.pairs()))
 call(
-    "nn.TemperatureController", lambda g: g.module(nn.TemperatureController, 4, entropy=0.5)(g.index(9, 4, "n_query"), 8)
+    "nn.TemperatureController",
+    lambda g: g.module(nn.TemperatureController, 4, entropy=0.5)(g.index(9, 4, "n_query"), 8),
 )
 
 

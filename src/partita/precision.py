@@ -13,7 +13,16 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["accumulation_dtype", "autocasts", "finest", "log_of", "loss_dtype", "no_autocast", "output_dtype", "product"]
+__all__ = [
+    "accumulation_dtype",
+    "autocasts",
+    "finest",
+    "log_of",
+    "loss_dtype",
+    "no_autocast",
+    "output_dtype",
+    "product",
+]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -290,7 +290,7 @@ def from_temperature(temperature: float | Tensor) -> float | Tensor:
     return 1.0 / temperature
 
 
-def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) -> float | Tensor:
+def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) -> float:
     """Standard deviation of the raw scores <query, key> over a row's keys, pooled over rows with two keys or more.
 
         sigma^2 = mean_i Var_j <query_i, key_j>
@@ -303,8 +303,7 @@ def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) ->
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     terms = () if support is None else support.bind(query.shape[-2], key.shape[-2], batch, query.device)
     if torch.compiler.is_compiling():
-        sigma: Tensor = torch.ops.partita.measure_sigma(query.detach(), key.detach(), *pack(terms))
-        return sigma
+        return torch.ops.partita.measure_sigma(query.detach(), key.detach(), *pack(terms))  # type: ignore[no-any-return]
     return float(_measure(query, key, terms))
 
 

@@ -17,8 +17,15 @@ from tests.surface import Given
 
 # Sizes that change are unlike any other: of two that are equal torch.compile believes that they always are.
 SIZES = {**surface.SIZES, "batch": 6, "n_query": 11, "n_key": 13, "rows": 9, "classes": 10}
-OTHER = {**SIZES, "batch": 12, "n_query": 15, "n_key": 17, "rows": 14, "classes": 19}  # another batch, length, vocabulary
-# Two ways to the same number: sums of a few dozen terms in another order. A half dtype is rounded once more, at the end.
+OTHER = {
+    **SIZES,
+    "batch": 12,
+    "n_query": 15,
+    "n_key": 17,
+    "rows": 14,
+    "classes": 19,
+}  # another batch, length, vocabulary
+# Two ways to the same number: a few dozen terms added in another order. Half dtypes are rounded once more, at the end.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 

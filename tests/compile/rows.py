@@ -25,13 +25,19 @@ for read in ("mean_score", "score_variance", "max_score"):
     row(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
 row("Gibbs.mean", lambda g: g.gibbs().mean(g.real("batch", "heads", "n_key", "dim_value")))
 row("Gibbs.reduce", lambda g: g.gibbs().reduce(target=g.index("n_key", "batch", "heads", "n_query"), rank=True).nll())
-row("Gibbs.weighted_nll", lambda g: partita.Gibbs(*g.linear()[:2]).weighted_nll(g.index("classes", "rows"), g.plain("rows")))
+row(
+    "Gibbs.weighted_nll",
+    lambda g: partita.Gibbs(*g.linear()[:2]).weighted_nll(g.index("classes", "rows"), g.plain("rows")),
+)
 row("Gibbs.both_ways_nll", lambda g: partita.Gibbs(*g.pairs()).both_ways_nll())
 row("Gibbs.scale", lambda g: partita.Gibbs(*g.qkv()[:2], scale=scale.LogLength(16), support=support.causal()).scale)
 CALLS["measure_sigma"] = lambda g: torch.as_tensor(
     scale.measure_sigma(*g.qkv()[:2], support.causal()), dtype=torch.float64
 )
-row("measure_sigma, policy", lambda g: scale.GaussianEntropy(0.5, scale.measure_sigma(*g.qkv()[:2]))(g.index(9, "rows"), 4))
+row(
+    "measure_sigma, policy",
+    lambda g: scale.GaussianEntropy(0.5, scale.measure_sigma(*g.qkv()[:2]))(g.index(9, "rows"), 4),
+)
 row("from_temperature", lambda g: scale.from_temperature(g.real("rows").exp()))
 row(
     "solve_scale, grouped",
@@ -64,7 +70,8 @@ row("attention, everything", lambda g: partita.attention(
 ))  # fmt: skip
 row("attention, scale per row", lambda g: partita.attention(*g.qkv(), scale=g.real("heads", "n_query")))
 row("attention, ALiBi and a policy", lambda g: partita.attention(
-    *g.qkv(), bias=attn.ALiBi(g.real("heads"), "bottom-right"), is_causal=True, scale=scale.LogLength(16), return_stats=True
+    *g.qkv(), bias=attn.ALiBi(g.real("heads"), "bottom-right"), is_causal=True, scale=scale.LogLength(16),
+    return_stats=True,
 ))  # fmt: skip
 row("gumbel_attention, hard", lambda g: attn.gumbel_attention(*g.qkv(), hard=True))
 row("top_k_attention, grouped", lambda g: attn.top_k_attention(
@@ -89,8 +96,14 @@ row("linear_cross_entropy, tokens", lambda g: partita.linear_cross_entropy(
     g.real("batch", "n_query", "dim"), g.real("classes", "dim"), g.index("classes", "batch", "n_query"), shift=1,
     ignore_index=0, return_stats=True,
 ))  # fmt: skip
-row("info_nce_loss, per row", lambda g: partita.info_nce_loss(*g.pairs(), temperature=g.plain("rows").exp(), reduction="none"))
-row("info_nce_loss, guide", lambda g: partita.info_nce_loss(*g.pairs(), exclude=contrastive.Guide(*(x.detach() for x in g.pairs()))))
+row(
+    "info_nce_loss, per row",
+    lambda g: partita.info_nce_loss(*g.pairs(), temperature=g.plain("rows").exp(), reduction="none"),
+)
+row(
+    "info_nce_loss, guide",
+    lambda g: partita.info_nce_loss(*g.pairs(), exclude=contrastive.Guide(*(x.detach() for x in g.pairs()))),
+)
 row("info_nce_loss, queue", lambda g: partita.info_nce_loss(*g.pairs(), queue=queue(g), return_stats=True))
 row("info_nce_loss, labels and queue", lambda g: partita.info_nce_loss(
     *g.pairs(), labels=g.index(3, "rows"), queue=queue(g, labelled=True), return_stats=True
@@ -128,18 +141,24 @@ row("nn.CrossEntropyLoss", lambda g: g.module(nn.CrossEntropyLoss, label_smoothi
 row("nn.FocalLoss", lambda g: g.module(nn.FocalLoss)(*g.logits()))
 row("nn.MSELoss", lambda g: g.module(nn.MSELoss)(*g.logits()))
 row("nn.MAELoss", lambda g: g.module(nn.MAELoss)(*g.logits()))
-row("nn.NCELoss", lambda g: g.module(nn.NCELoss)(g.real("rows"), g.real("rows", "few"), g.plain("rows"), g.plain("rows", "few")))
+row(
+    "nn.NCELoss",
+    lambda g: g.module(nn.NCELoss)(g.real("rows"), g.real("rows", "few"), g.plain("rows"), g.plain("rows", "few")),
+)
 row("nn.DistillationLoss", lambda g: g.module(nn.DistillationLoss, 2.0)(g.logits()[0], g.logits()[0]))
 row("nn.NTXentLoss", lambda g: g.module(nn.NTXentLoss)(*g.pairs()))
 row("nn.SupConLoss", lambda g: g.module(nn.SupConLoss)(g.pairs()[0], g.index(3, "rows")))
 row("nn.ScalableSoftmax", lambda g: g.module(nn.ScalableSoftmax, 4)(g.index(9, "heads", "n_query"), 8))
-row("nn.TemperatureController, observe", lambda g: g.module(nn.TemperatureController, 4, entropy=0.5).observe(g.gibbs().stats()))
+row(
+    "nn.TemperatureController, observe",
+    lambda g: g.module(nn.TemperatureController, 4, entropy=0.5).observe(g.gibbs().stats()),
+)
 row("nn.qk_clip_", lambda g: nn.qk_clip_(g.module(nn.MultiheadAttention, 8, 2), g.plain(2).exp() * 300))
 
 # Calls that draw random numbers: a graph draws others.
 CHANCE = {"Gibbs.sample", "attention, dropout", "gumbel_attention", "gumbel_attention, hard"}
 
-# ---- which row shows which public name ---------------------------------------------------------------------------------
+# ---- which row shows which public name -------------------------------------------------------------------------------
 
 MODULES = ("attn", "contrastive", "engine", "losses", "metrics", "nn", "scale", "support")
 
@@ -155,14 +174,14 @@ SHOWN_BY = {
 # Names that nobody calls inside a graph, and why.
 NO_CALL = {
     **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
-                     "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "a record: what calls return"),
+                     "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "what calls return"),
     **dict.fromkeys(("attn.Bias", "contrastive.Exclusion", "scale.Policy", "support.Support"), "abstract"),
     "attn.PairHook": "a type",
     **dict.fromkeys(("backend", "engine.backend"), "around a call of the graph: the choice is read when it runs"),
     "replace_sdpa": "around a call of the graph: tests/compile/test_models.py",
     **dict.fromkeys(("backends", "explain", "engine.explain"), "text about the machine"),
     **dict.fromkeys(("watch", "load_record", "monitor"), "around a model: see the monitor's own pages"),
-    **dict.fromkeys(("adapters", "distributed", "errors", "hf", "theory"), "modules that this table leaves out: see below"),
+    **dict.fromkeys(("adapters", "distributed", "errors", "hf", "theory"), "left out: the page says why"),
 }  # fmt: skip
 
 

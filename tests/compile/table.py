@@ -64,7 +64,9 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--only", default="")
     parser.add_argument("--missing", action="store_true", help="leave alone what works already")
-    parser.add_argument("--share", default="0/1", help="every n-th row from the k-th, k/n: for several runs side by side")
+    parser.add_argument(
+        "--share", default="0/1", help="every n-th row from the k-th, k/n: for several runs side by side"
+    )
     parser.add_argument("--cells", type=Path, default=CELLS, help="where to write; --merge brings it into the table")
     parser.add_argument("--merge", type=Path, nargs="*", default=(), help="cells of other runs; runs nothing itself")
     given = parser.parse_args()

@@ -162,12 +162,14 @@ def test_one_more_graph_serves_what_needs_no_gradient():
     assert counted.frame_count == 2
 
 
-# ---- what is wrong is said, while tracing or when the graph runs -------------------------------------------------------
+# ---- what is wrong is said, while tracing or when the graph runs -----------------------------------------------------
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_shape_that_does_not_fit_is_named_while_tracing(dynamic):
-    compiled = torch.compile(lambda q, k: partita.Gibbs(q, k).entropy(), fullgraph=True, backend="eager", dynamic=dynamic)
+    compiled = torch.compile(
+        lambda q, k: partita.Gibbs(q, k).entropy(), fullgraph=True, backend="eager", dynamic=dynamic
+    )
     with pytest.raises(Exception, match=r"query and key must share their last dim"):
         compiled(torch.randn(5, 3), torch.randn(7, 4))
 
@@ -178,7 +180,9 @@ def test_values_that_cannot_be_are_named_when_the_graph_runs():
     assert loss(torch.full((5,), -100)) == 0
     with pytest.raises(partita.errors.TargetError, match="0 <= target < 7; got values from 9 to 9"):
         loss(torch.full((5,), 9))
-    solved = torch.compile(lambda b: partita.solve_scale(x, w, entropy=1.0, bias=b), fullgraph=True, backend="aot_eager")
+    solved = torch.compile(
+        lambda b: partita.solve_scale(x, w, entropy=1.0, bias=b), fullgraph=True, backend="aot_eager"
+    )
     hidden = torch.zeros(5, 7).index_fill(1, torch.tensor([2]), -torch.inf)
     torch.testing.assert_close(solved(hidden), partita.solve_scale(x, w, entropy=1.0, bias=hidden))
     with pytest.raises(partita.errors.ValueRangeError, match="not monotone"):

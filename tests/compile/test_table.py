@@ -1,4 +1,4 @@
-"""Every public name has a row, and every row compiles into one graph: values, gradients, and other sizes without a new one."""
+"""Every public name has a row, and every row compiles into one graph: its values, its gradients, at other sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.compile.rows import CALLS, CHANCE, NO_CALL, SHOWN_BY, public_names, r
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
 
-# One of each kind of operator: a pass, with statistics, a bias, a support; a search; a choice; a loss; contrast; a module.
+# One of each kind: a pass with everything, a choice, a search, a loss, contrast, a module.
 SAMPLE = (
     "attention, everything",
     "Gibbs.top",

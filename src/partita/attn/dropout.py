@@ -53,7 +53,9 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
     """
     if torch.compiler.is_compiling():
         if generator is not None:
-            raise ValueRangeError("a compiled graph has no generator: leave it None, torch.manual_seed governs the draw.")
+            raise ValueRangeError(
+                "a compiled graph has no generator: leave it None, torch.manual_seed governs the draw."
+            )
         return None
     return int(torch.randint(1 << 62, (), device=device, generator=generator).item())
 

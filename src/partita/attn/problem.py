@@ -160,7 +160,9 @@ class Problem:
         """-inf where a key is not visible."""
         if self.support is None:
             return scores
-        seen = self._of_rows(self.support, rows).dense(rows.stop - rows.start, self.n_key, scores.shape[:-2], scores.device)
+        seen = self._of_rows(self.support, rows).dense(
+            rows.stop - rows.start, self.n_key, scores.shape[:-2], scores.device
+        )
         return torch.where(seen, scores, -torch.inf)
 
     def _of_rows(self, support: Support, rows: slice) -> Support:

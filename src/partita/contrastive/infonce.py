@@ -90,7 +90,11 @@ def info_nce_loss(
                 processes.probe(q, other if other.dim() == 2 else other[..., :0, :], scale)
     rules = (reduction, negative_mode, normalize, symmetric, return_stats, labels is None, hardness, decoupled)
     given = {"query": query, "positive_key": positive_key, "negative_keys": negative_keys}
-    kinds = [len(query), 0 if negative_keys is None else len(negative_keys), 0 if queue is None else queue.slots()[0].shape[0]]
+    kinds = [
+        len(query),
+        0 if negative_keys is None else len(negative_keys),
+        0 if queue is None else queue.slots()[0].shape[0],
+    ]
     processes = agree(processes, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
     dtype = loss_dtype(query)
     plain = negative_keys is None and labels is None and exclude is None and queue is None

@@ -145,7 +145,7 @@ def similarity_moments(
             sums, squares = (bank.processes.added(x) for x in (key.sum(0), key.mT @ key))
             sizes = bank.processes.sizes  # none where nobody had to be asked
             keys = sum(sizes[bank.kind]) if sizes else key.shape[-2]
-            keys = keys if bank.used is None else bank.used.sum()
+            keys = keys if bank.used is None else bank.used.sum()  # type: ignore[assignment]
             first = first + rows @ sums
             second = second + ((rows @ squares) * rows).sum(-1)
         count = count + keys

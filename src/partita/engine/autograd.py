@@ -114,7 +114,9 @@ def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
     )
 
 
-OPERANDS_SCHEMA = "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
+OPERANDS_SCHEMA = (
+    "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
+)
 PLAN_SCHEMA = "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend"
 _GIVEN = "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target"
 

@@ -40,7 +40,9 @@ def sample(request: Request, generator: torch.Generator | None = None) -> Tensor
     """One key per row; -1 on an empty row."""
     if torch.compiler.is_compiling():
         if generator is not None:
-            raise ValueRangeError("a compiled graph has no generator: leave it None, torch.manual_seed governs the draw.")
+            raise ValueRangeError(
+                "a compiled graph has no generator: leave it None, torch.manual_seed governs the draw."
+            )
         plan, tensors = Plan.of(request, "")
         seed = torch.randint(1 << 62, (), device=request.query.device)
         drawn: Tensor = torch.ops.partita.sample(*tensors[:6], tensors[6:], *plan.options(), seed)
