@@ -26,7 +26,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements docs site test-site sanitize clean
+.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements compile-table docs site test-site sanitize clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -98,6 +98,9 @@ format: $(VENV)/dev.stamp   ## rewrite the sources the way lint wants them
 
 statements: $(VENV)/dev.stamp   ## write docs/statements.md anew from the sources
 	$(BIN)/python docs/statements.py
+
+compile-table: $(VENV)/dev.stamp   ## fill the table of docs/compile.md: hours on a slow machine; goes on where it stopped
+	$(BIN)/python -m tests.compile.table --missing
 
 docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
 	$(PYTEST) $(FAST) tests/test_docs.py

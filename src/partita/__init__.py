@@ -8,6 +8,7 @@ Names are loaded when first used, so that importing partita costs nothing and th
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -122,3 +123,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+# The operators that compiled and exported graphs hold: registered with the package, where torch is there to hear it. A
+# command line that needs no torch does not wait for it.
+if "torch" in sys.modules:
+    importlib.import_module(f"{__name__}.calibration")

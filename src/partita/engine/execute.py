@@ -6,7 +6,8 @@
     both_ways(request)      nll of the diagonal by rows and by columns of one product, where a backend can
     accumulate(totals)      statistics of rows added up by heads, where a backend can
     forward, backward       one pass and its gradients without autograd, for those who bring their own (the ring)
-    score_tiles, scores     the scores themselves: tile by tile, or all at once
+    top, sample             keys chosen by their scores, tile by tile
+    scores                  the scores themselves, all at once
 
 Who may follow: autograd, a transform of torch.func or forward mode (they *differentiate*); a tracer, a dispatch mode, a
 profiler, a tensor subclass (they *look* at operators). If nobody does, a backend is called as a function.
@@ -14,7 +15,7 @@ profiler, a tensor subclass (they *look* at operators). If nobody does, a backen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from partita.engine.autograd import backward, forward
 from partita.engine.backends import tiled
 from partita.engine.fused import BothWaysNll, WeightedNll
 from partita.engine.request import Request
+from partita.engine.selection import sample, top
 from partita.engine.state import Stats
 from partita.engine.sums import Sums
 from partita.precision import autocasts
@@ -38,8 +40,9 @@ __all__ = [
     "both_ways",
     "execute",
     "forward",
-    "score_tiles",
+    "sample",
     "scores",
+    "top",
     "weighted_nll",
 ]
 
@@ -55,13 +58,13 @@ class _Audience(NamedTuple):
 
 def _audience(tensors: Sequence[Tensor | None]) -> _Audience:
     """The one place where it is asked whether anybody differentiates, traces or looks."""
+    if torch.compiler.is_compiling():  # the operator brings its own derivative
+        return _Audience(False, True)
     recorded, ordinary, grad = False, True, torch.is_grad_enabled()
     for t in tensors:  # a plain loop: this is asked of every call, and most calls are short
         if t is not None:
             recorded = recorded or (grad and t.requires_grad)
             ordinary = ordinary and type(t) in _ORDINARY and not t.is_meta  # meta: shapes alone
-    if torch.compiler.is_compiling():
-        return _Audience(recorded, True)
     # in forward mode too the Function is asked: it has no such derivative and says so, where a backend would lose it
     transforms = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     looks = (
@@ -87,8 +90,7 @@ def execute(request: Request) -> Sums:
     if not audience.differentiates:
         return _ungrouped(autograd.assemble(autograd.reduce(plan, tensors), r), r)
     out = autograd.Pass.apply(plan, None if audience.looks else r, *tensors)  # type: ignore[no-untyped-call]
-    node = None if audience.looks and torch.compiler.is_compiling() else out[1].grad_fn
-    return _ungrouped(autograd.assemble(out, r, node), r)
+    return _ungrouped(autograd.assemble(out, r, out[1].grad_fn), r)
 
 
 def _ungrouped(sums: Sums, request: Request) -> Sums:
@@ -201,11 +203,6 @@ def accumulate(totals: Sequence[Tensor], *rows: Any) -> bool:
 
 
 # ---- the scores themselves ------------------------------------------------------------------------------------------
-
-
-def score_tiles(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice, Tensor]]]]:
-    """For each row tile its rows, and an iterator of (columns, scores) tiles; -inf is not visible. No gradient."""
-    return tiled.score_tiles(request)
 
 
 def scores(request: Request) -> Tensor:  # (*b, Q, K)
