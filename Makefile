@@ -109,7 +109,7 @@ site: $(VENV)/site.stamp   ## the site: tutorials, guides, reference, studies, g
 	@echo "build/site/index.html"
 
 test-site: site   ## links, network, colours, phone, keyboard and search of the built site, in a browser
-	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/lab_pages/test_site.py
+	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/lab_pages/test_site.py tests/lab_pages/test_notebooks.py
 
 # A second copy of the package, its library built with the sanitizers, shadows the installed one.
 sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built with address and undefined-behaviour checks

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import importlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -36,7 +37,7 @@ ROOTED = {
 }
 # section -> pages it begins with; the rest of the folder, or of what no section claims, follows by name
 SECTIONS = {
-    "Tutorial": ["tutorial/"],
+    "Tutorial": ["tutorial/", "notebooks.md", "notebook/"],
     "How do I": ["howto/"],
     "Guides": ["watch.md", "nn.md", "hf.md", "adapters.md", "choosing-a-loss.md", "distributed.md", "findings.md", "*"],
     "Reference": ["conventions.md", "reference/", "statements.md"],
@@ -114,6 +115,16 @@ def reference_pages() -> Iterator[tuple[str, str]]:
     yield "reference/index.md", "\n".join(["# Reference", "", "Made of the docstrings.", "", *table, ""])
 
 
+def notebook_pages() -> Iterator[tuple[str, str]]:
+    """Notebooks as they are committed: words and code, no outputs."""
+    for path in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        texts = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
+        body = [f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts]
+        body.insert(1, f"`examples/notebooks/{path.name}`, without its outputs.")
+        yield f"notebook/{path.stem}.md", "\n\n".join(body) + "\n"
+
+
 def title(markdown: str, otherwise: str) -> str:
     found = re.search(r"^# (.+)$", markdown, re.MULTILINE)
     return found.group(1).replace("`", "") if found else otherwise
@@ -122,7 +133,7 @@ def title(markdown: str, otherwise: str) -> str:
 def on_files(files: Files, config: Any) -> Files:
     for source, place in ROOTED.items():
         files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
-    for place, content in [*reference_pages(), *study_pages(ROOT / "docs")]:
+    for place, content in [*reference_pages(), *notebook_pages(), *study_pages(ROOT / "docs")]:
         files.append(File.generated(config, place, content=content))
     for asset in sorted((HERE / "assets").iterdir()):
         files.append(File.generated(config, f"assets/{asset.name}", abs_src_path=str(asset)))
