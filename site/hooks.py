@@ -34,6 +34,7 @@ ROOTED = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "RELEASING.md": "releasing.md",
 }
 # section -> pages it begins with; the rest of the folder, or of what no section claims, follows by name
 SECTIONS = {
