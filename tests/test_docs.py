@@ -127,6 +127,16 @@ def test_the_pages_are_reached_from_the_index() -> None:
     assert not set(PAGES) - seen
 
 
+def test_every_environment_variable_is_documented() -> None:
+    """What a variable changes, a reader must be able to find out: one of them loads a library."""
+    sources = [*Path(partita.__file__).parent.rglob("*.py"), *(ROOT / "native").glob("*.cpp")]
+    read = re.compile(r"(?:environ(?:\.get\(|\[)|getenv\()\s*\"(PARTITA_\w+)\"")
+    found = {variable for source in sources for variable in read.findall(source.read_text(encoding="utf-8"))}
+    assert {"PARTITA_BACKEND", "PARTITA_ISA", "PARTITA_NATIVE_LIBRARY"} <= found
+    page = (ROOT / "docs" / "conventions.md").read_text(encoding="utf-8")
+    assert not {variable for variable in found if f"| `{variable}` |" not in page}
+
+
 def test_a_wrong_result_in_a_page_is_noticed() -> None:
     """The checker itself: a false claim must fail."""
     with pytest.raises(AssertionError, match="Expected"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from partita._checks import has_values
 from partita.errors import PartitaError
 
-__all__ = ["matrix_html", "rows_text", "small_matrix", "table_html"]
+__all__ = ["escaped", "matrix_html", "rows_text", "small_matrix", "table_html"]
 
 LARGEST = 48  # rows and columns of a picture
 USUAL = 12
@@ -69,6 +68,13 @@ def _sizes(made_of: tuple[Tensor, ...]) -> Iterator[tuple[int, int, tuple[int, .
                 yield n_query, n_key, batch
 
 
+def escaped(text: str) -> str:
+    """Text as a page shows it."""
+    import html  # here, since importing partita should load nothing that only a notebook needs
+
+    return html.escape(text)
+
+
 def matrix_html(keep: Tensor, title: str) -> str:
     """Rows are queries, columns are keys; a filled square is a key that is seen."""
     n_query, n_key = keep.shape
@@ -79,11 +85,11 @@ def matrix_html(keep: Tensor, title: str) -> str:
         for j in range(n_key)
     )
     size = f'width="{9 * n_key + 1}" height="{9 * n_query + 1}"'
-    label = html.escape(title)
+    label = escaped(title)
     picture = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}" {size}>{squares}</svg>'
     return f"<div><code>{label}</code><br>{picture}</div>"
 
 
 def table_html(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    cells = "".join(f"<tr><td>{html.escape(a)}</td><td>{html.escape(b)}</td></tr>" for a, b in rows)
-    return f"<div><code>{html.escape(title)}</code><table>{cells}</table></div>"
+    cells = "".join(f"<tr><td>{escaped(a)}</td><td>{escaped(b)}</td></tr>" for a, b in rows)
+    return f"<div><code>{escaped(title)}</code><table>{cells}</table></div>"
