@@ -10,7 +10,8 @@ wheel=$(realpath "$1")
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 base=${BASE:+$(realpath "$BASE")}
 place=$(mktemp -d)
-trap 'rm -rf "$place"' EXIT
+remove=$(command -v rm) # the PATH will not have it
+trap '"$remove" -rf "$place"' EXIT
 "${PYTHON:-python3}" -m venv "$place/env"
 if [ -n "$base" ]; then
   echo "$base" > "$(echo "$place"/env/lib/python3*/site-packages)/base.pth"
