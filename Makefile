@@ -26,7 +26,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements compile-table docs site test-site sanitize clean
+.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements compile-table docs site test-site sanitize dist release-check clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -112,7 +112,17 @@ site: $(VENV)/site.stamp   ## the site: tutorials, guides, reference, studies, g
 	@echo "build/site/index.html"
 
 test-site: site   ## links, network, colours, phone, keyboard and search of the built site, in a browser
-	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/lab_pages/test_site.py
+	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/lab_pages/test_site.py tests/lab_pages/test_notebooks.py
+
+# A wheel is built from the source archive, so that the archive is known to build; the third file has no native part.
+dist: $(VENV)/site.stamp   ## source archive, wheel, and wheel without the native part, into dist/
+	rm -rf dist
+	$(BIN)/python -m build .
+	$(BIN)/python -m build --wheel -C wheel.cmake=false .
+	$(BIN)/python packaging/check_wheel.py dist/*.whl
+
+release-check: dist test-site   ## all of RELEASING.md that can be done on this machine
+	for wheel in dist/*.whl; do packaging/clean_install.sh $$wheel || exit 1; done
 
 # A second copy of the package, its library built with the sanitizers, shadows the installed one.
 sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built with address and undefined-behaviour checks

@@ -26,15 +26,17 @@ if TYPE_CHECKING:
     from partita import scale as scale
     from partita import support as support
     from partita import theory as theory
+    from partita._signatures import clip_loss as clip_loss
+    from partita._signatures import cross_entropy as cross_entropy
+    from partita._signatures import info_nce_loss as info_nce_loss
+    from partita._signatures import linear_cross_entropy as linear_cross_entropy
+    from partita._signatures import nt_xent_loss as nt_xent_loss
+    from partita._signatures import supcon_loss as supcon_loss
     from partita.attn import attention as attention
     from partita.calibration import fit_temperature as fit_temperature
     from partita.contrastive import ContrastStats as ContrastStats
-    from partita.contrastive import clip_loss as clip_loss
-    from partita.contrastive import info_nce_loss as info_nce_loss
     from partita.contrastive import joint_loss as joint_loss
-    from partita.contrastive import nt_xent_loss as nt_xent_loss
     from partita.contrastive import siglip_loss as siglip_loss
-    from partita.contrastive import supcon_loss as supcon_loss
     from partita.engine import State as State
     from partita.engine import Stats as Stats
     from partita.engine import backend as backend
@@ -44,10 +46,8 @@ if TYPE_CHECKING:
     from partita.gibbs import explain as explain
     from partita.interception import replace_sdpa as replace_sdpa
     from partita.losses import LossStats as LossStats
-    from partita.losses import cross_entropy as cross_entropy
     from partita.losses import distillation_loss as distillation_loss
     from partita.losses import focal_loss as focal_loss
-    from partita.losses import linear_cross_entropy as linear_cross_entropy
     from partita.losses import linear_distillation_loss as linear_distillation_loss
     from partita.losses import mae_loss as mae_loss
     from partita.losses import mse_loss as mse_loss
