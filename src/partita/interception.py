@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from partita.attn import attention
 from partita.scale import Policy
 
-__all__ = ["Patch", "Wrapper", "replace_sdpa"]
+__all__ = ["SDPA", "SOFTMAX", "Patch", "Wrapper", "replace_sdpa"]
 
 
 class Wrapper:
@@ -43,8 +43,10 @@ class _Installed:
         @functools.wraps(found)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # no threads in a graph
-                traced = [w.function for w in self.wrappers if w.traced]
-                return traced[-1](found, *args, **kwargs) if traced else found(*args, **kwargs)
+                inner = found
+                for wrapper in self.wrappers:
+                    inner = functools.partial(wrapper.function, inner) if wrapper.traced else inner
+                return inner(*args, **kwargs)
             return self.chain()(*args, **kwargs)
 
         self.call = call
@@ -119,6 +121,7 @@ class Patch:
 
 
 SDPA = Patch(F, "scaled_dot_product_attention")
+SOFTMAX = Patch(F, "softmax")
 
 
 class replace_sdpa(ContextDecorator):
