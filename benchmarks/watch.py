@@ -21,8 +21,13 @@ from .harness import Options, Row, _Neighbours
 
 BAR = 1.05
 TOGETHER = 2
-# exact by default; partita's kernel in place of the model's own; one step of eight
-HOW: dict[str, dict[str, Any]] = {"": {}, ", kernel='partita'": {"kernel": "partita"}, ", every=8": {"every": 8}}
+# exact by default; partita's kernel in place of the model's own; one step of eight; the model compiled by inductor
+HOW: dict[str, dict[str, Any]] = {
+    "": {},
+    ", kernel='partita'": {"kernel": "partita"},
+    ", every=8": {"every": 8},
+    ", compiled": {},
+}
 
 
 def cases(options: Options) -> Iterator[list[Row]]:
@@ -31,6 +36,8 @@ def cases(options: Options) -> Iterator[list[Row]]:
         for how, given in HOW.items():
             case = f"watched step{how}, {name}, {layers} layers, {width} wide, 4x{length}"
             if options.wants(case) and (made := make(layers, width, length)) is not None:
+                if "compiled" in how:
+                    made[0].compile()
                 yield [_case(case, *made, options, given)]
 
 

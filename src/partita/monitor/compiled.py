@@ -157,11 +157,16 @@ class _Graphs:
 
     def _instrumented(self, callback: Any) -> Any:
         """The same with the user's backend behind ours; the same one every time, or each call would compile anew."""
+        convert = getattr(callback, "_torchdynamo_orig_backend", None)
+        if not hasattr(convert, "_clone_with_backend") or not hasattr(callback, "hooks"):
+            return callback  # a stance that defers compiling: its graphs do not report
+        backend = convert._torchdynamo_orig_backend
+        if isinstance(backend, Instrumented):
+            return callback  # another watch was asked first
         known = self._known.get(callback)
         if known is None:
-            convert = callback._torchdynamo_orig_backend
-            behind = Instrumented(convert._torchdynamo_orig_backend)
-            known = self._known[callback] = type(callback)(convert._clone_with_backend(behind), callback.hooks)
+            behind = convert._clone_with_backend(Instrumented(backend))
+            known = self._known[callback] = type(callback)(behind, callback.hooks)
         return known
 
 

@@ -204,13 +204,19 @@ class FunctionMode(TorchFunctionMode):
         self.watch.observer.attend(kind, final.shape, lambda: Scores(None, None, scores=final), cross)
 
     def _partita(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """partita.attention is called as it was; its statistics are asked for beside it, unless the caller did."""
-        out = func(*args, **kwargs)
-        if kwargs.get("group") is None:  # else its keys lie on other ranks too, which may not be watched
-            stats = out[1] if kwargs.get("return_stats") else None
-            look: Any = self._look_partita
-            self.watch.guard(lambda: look(*args, **kwargs, stats=stats))
-        return out
+        """partita.attention is called as it was; its statistics are asked for beside it, unless the caller did.
+
+        One pass would give both, and other bits: in float64, and in the gradients with a sink.
+        """
+        if kwargs.get("group") is not None:  # its keys lie on other ranks too, which may not be watched
+            return func(*args, **kwargs)
+        asked = bool(kwargs.get("return_stats"))
+        at_once = asked or self.watch.kernel == "partita"
+        out = func(*args, **{**kwargs, "return_stats": at_once})
+        stats = out[1] if at_once else None
+        look: Any = self._look_partita
+        self.watch.guard(lambda: look(*args, **kwargs, stats=stats))
+        return out[0] if at_once and not asked else out
 
     def _look_partita(
         self,

@@ -65,7 +65,7 @@ def rewritten(module: fx.GraphModule, ticket: Tensor) -> fx.GraphModule | None:
     # torch.compile asks every input where it comes from; this one is not the user's
     for node, copy in {**known, token: token}.items():
         if node.op == "placeholder":
-            copy._dynamo_source = getattr(node, "_dynamo_source", None)  # type: ignore[attr-defined]
+            copy._dynamo_source = getattr(node, "_dynamo_source", None)
     if not _rewrite(made, token, about):
         return None
     with graph.inserting_after(token):
@@ -180,10 +180,11 @@ def stack(node: fx.Node) -> list[tuple[str, type]]:
 def inside(source: str) -> str:
     """A path such as get_submodule takes, from what torch.compile calls a module.
 
-    >>> inside("L['self'].layers.0.attn"), inside("L['self'].layers[0].attn"), inside("L['self']")
+    >>> inside("L['self'].layers.0.attn"), inside("L['args'][0].layers[0].attn"), inside("L['self']")
     ('layers.0.attn', 'layers.0.attn', '')
     """
-    rest = re.sub(r"^\w+\[[^\]]*\]", "", source)
+    # what was compiled beside an attached watch begins with our own wrapper, whose arguments begin with the module
+    rest = re.sub(r"^\w+\['args'\]\[0\]|^\w+\[[^\]]*\]", "", source)
     return ".".join(x.strip("'\"") for x in re.findall(r"[^.\[\]]+", rest) if x not in ("_modules",))
 
 

@@ -59,12 +59,12 @@ def _attention(
         query, key, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, support=support,
         bias=bias, softcap=softcap,
     )  # fmt: skip
-    shown, layout = [], None
+    shown: list[Tensor] = []
+    layout: list[int] | None = None
     if call.support is not None:
         terms = call.support.bind(call.n_query, call.n_key, (call.batch, call.heads), query.device)
         shown, layout = pack(terms)
     given = call.query, call.key, call.scale, call.mask, call.causal, call.softcap
-    mark(
-        "attention", given, {"stats": tuple(stats), "shown": shown, "layout": layout, "shape": tuple(query.shape)}, True
-    )
+    more = {"stats": tuple(stats), "shown": shown, "layout": layout, "shape": tuple(query.shape)}
+    mark("attention", given, more, True)
     return (out, stats) if return_stats else out
