@@ -39,17 +39,21 @@ class _Installed:
     def __init__(self, found: Callable[..., Any]) -> None:
         self.found = found
         self.wrappers: tuple[Wrapper, ...] = ()  # oldest first; replaced as a whole, so that a call sees one state
+        self.traced: tuple[Callable[..., Any], ...] = ()  # those for graphs: all that a graph depends on
 
         @functools.wraps(found)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # no threads in a graph
                 inner = found
-                for wrapper in self.wrappers:
-                    inner = functools.partial(wrapper.function, inner) if wrapper.traced else inner
+                for function in self.traced:
+                    inner = functools.partial(function, inner)
                 return inner(*args, **kwargs)
             return self.chain()(*args, **kwargs)
 
         self.call = call
+
+    def keep(self, wrappers: tuple[Wrapper, ...]) -> None:
+        self.wrappers, self.traced = wrappers, tuple(w.function for w in wrappers if w.traced)
 
     def chain(self) -> Callable[..., Any]:
         here = threading.get_ident()
@@ -84,14 +88,18 @@ class Patch:
         self.owner, self.name = owner, name
         self._lock = threading.RLock()
         self._installed: _Installed | None = None
+        self._latest: _Installed | None = None  # put there again: a graph that was traced through it stays valid
 
     def add(self, function: Callable[..., Any], *, everywhere: bool = False, traced: bool = False) -> Wrapper:
         wrapper = Wrapper(function, everywhere=everywhere, traced=traced)
         with self._lock:
             if self._installed is None:
-                self._installed = _Installed(getattr(self.owner, self.name))
+                found = getattr(self.owner, self.name)
+                again = self._latest is not None and self._latest.found is found
+                self._installed = self._latest = self._latest if again else _Installed(found)
+                assert self._installed is not None
                 setattr(self.owner, self.name, self._installed.call)
-            self._installed.wrappers += (wrapper,)
+            self._installed.keep((*self._installed.wrappers, wrapper))
         return wrapper
 
     def remove(self, wrapper: Wrapper) -> None:
@@ -99,7 +107,7 @@ class Patch:
             now = self._installed
             if now is None:
                 return
-            now.wrappers = tuple(w for w in now.wrappers if w is not wrapper)
+            now.keep(tuple(w for w in now.wrappers if w is not wrapper))
             if not now.wrappers:
                 self._installed = None
                 if getattr(self.owner, self.name) is now.call:

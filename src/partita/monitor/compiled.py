@@ -157,7 +157,7 @@ class _Graphs:
 
     def _instrumented(self, callback: Any) -> Any:
         """The same with the user's backend behind ours; the same one every time, or each call would compile anew."""
-        convert = getattr(callback, "_torchdynamo_orig_backend", None)
+        convert: Any = getattr(callback, "_torchdynamo_orig_backend", None)
         if not hasattr(convert, "_clone_with_backend") or not hasattr(callback, "hooks"):
             return callback  # a stance that defers compiling: its graphs do not report
         backend = convert._torchdynamo_orig_backend

@@ -42,6 +42,17 @@ class Instrumented:
         self.backend = backend
         self.__name__ = getattr(backend, "__name__", type(backend).__name__)
 
+        self._innermost = backend
+        while hasattr(self._innermost, "_torchdynamo_orig_backend"):
+            self._innermost = self._innermost._torchdynamo_orig_backend
+
+    def __eq__(self, other: object) -> bool:
+        """torch.compile lets modules of one class share a graph where their backends are equal."""
+        return isinstance(other, Instrumented) and bool(self._innermost == other._innermost)
+
+    def __hash__(self) -> int:
+        return hash(Instrumented)
+
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         ticket = torch.zeros((), dtype=torch.int64)
         changed = rewritten(graph, ticket)
