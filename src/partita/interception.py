@@ -113,6 +113,12 @@ class Patch:
                 if getattr(self.owner, self.name) is now.call:
                     setattr(self.owner, self.name, now.found)
 
+    def each(self, look: Callable[[Callable[..., Any]], None]) -> None:
+        """Show what stands in the patched place, where something does."""
+        with self._lock:
+            if self._installed is not None:
+                look(self._installed.call)
+
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """For a moment the attribute is what was found."""

@@ -188,6 +188,19 @@ def test_every_rows_maps_and_layers_need_no_other_graph() -> None:
     assert backend.graphs == 1
 
 
+@pytest.mark.parametrize("name", ["sdpa", "encoder", "Llama, sdpa"])
+def test_one_pass_for_output_and_statistics_in_a_graph(name: str) -> None:
+    model, inputs = MODELS[name]()
+    with watch(model) as plain:
+        want = learn(model, model, inputs)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with watch(compiled, kernel="partita") as w:
+        got = learn(compiled, model, inputs)
+    assert_same_record(w, plain)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_two_watches_and_one_after_the_other_share_a_graph() -> None:
     model, inputs = MODELS["encoder"]()
     compiled = torch.compile(model, backend=(backend := Counting()), fullgraph=True)
@@ -275,6 +288,43 @@ class Broken(nn.Module):
         torch._dynamo.graph_break()
         out: Tensor = self.second(x)
         return out
+
+
+def test_a_module_of_torchs_own_compiled_in_place_runs_plainly_and_is_seen() -> None:
+    """torch.compile skips such a module's code then, watched or not."""
+    model, inputs = MODELS["encoder"]()
+    with watch(model) as plain:
+        learn(model, model, inputs)
+    model.compile(backend=(backend := Counting()))
+    with watch(model) as w:
+        learn(model, model, inputs)
+    assert_same_record(w, plain)
+    assert backend.graphs == 0 and "run without it" in str(w.coverage)
+
+
+class Stack(nn.Module):
+    """Its loop is no graph; its layers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+
+    @torch._dynamo.disable(recursive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_modules_called_between_graphs_are_named() -> None:
+    model, inputs = Stack(), {"x": torch.randn(2, 5, 16)}
+    with watch(model) as plain:
+        learn(model, model, inputs)
+    compiled = torch.compile(model, backend=(backend := Counting()))
+    with watch(compiled) as w:
+        learn(compiled, model, inputs)
+    assert_same_record(w, plain)
+    assert backend.runs == 2
 
 
 def test_both_sides_of_a_graph_break_are_seen() -> None:

@@ -73,8 +73,8 @@ def watch(
     maps: (layer, head) pairs whose attention is kept as a picture of at most 128 x 128.
     sinks: see `partita.monitor.json_lines`, `tensorboard`, `log_to`.
     kernel: "own" keeps the model's own attention kernel and its bits. "partita" lets plain attention (no mask, no
-        dropout) give output and statistics in one pass of partita's: cheaper, and equal within rounding only. In a
-        compiled graph torch's attention stays what it is, and partita's gives both in one pass anyway.
+        dropout) give output and statistics in one pass of partita's: cheaper, and equal within rounding only. In
+        compiled graphs too; there partita's own attention gives both in one pass whatever is asked for.
     """
     from partita.monitor.handle import Watch
 

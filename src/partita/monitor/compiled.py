@@ -29,6 +29,19 @@ NOT_SEEN = (
     "nothing was called while watched; the graphs of a compiled function are not seen: compile the model instead, or "
     "use a `with` block, in which functions run without torch.compile"
 )
+SKIPPED = "compiled in place, which torch.compile does not do to a module of torch's own: run without it"
+OURS = (
+    "accumulator",
+    "buffer",
+    "compiled",
+    "functions",
+    "handle",
+    "in_graph",
+    "measure",
+    "modules",
+    "observer",
+    "operator",
+)
 MODULE_CALL = Patch(nn.Module, "__call__")
 _COMPILE = Patch(torch, "compile")
 SHELLS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -109,27 +122,39 @@ def code_of(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def skipped(module: nn.Module) -> bool:
+    """Compiled in place, and a class whose code torch.compile leaves alone unless it is asked by torch.compile(model)."""
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    return code_of(module) is module and bool(rules.check(type(module).forward))
+
+
 class _Graphs:
     """torch.compile in this thread, for the time of one call: with graphs that report, or as it is."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._calls = 0
         self._callback: Patch | None = None
 
     @contextmanager
-    def reporting(self) -> Iterator[None]:
+    def reporting(self, kernel: str) -> Iterator[None]:
         with self._lock:
             self._calls += 1
             TRACED.around = traced.around
         try:
-            with self._through(self._instrumented):
+            with self._through(lambda callback: self._instrumented(callback, kernel)):
                 yield
         finally:
             with self._lock:
                 self._calls -= 1
                 TRACED.around = traced.around if self._calls else None
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """As if nothing had been compiled."""
+        with self._through(lambda callback: None):
+            yield
 
     @contextmanager
     def as_they_are(self) -> Iterator[None]:
@@ -143,7 +168,12 @@ class _Graphs:
         place: Any = importlib.import_module("torch._dynamo.eval_frame")
         if self._callback is None:
             importlib.import_module("torch._dynamo").allow_in_graph(traced.mark)
+            rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+            for name in OURS:
+                rules.add(f"partita.monitor.{name}")
             self._callback = Patch(place, "_callback_from_stance")
+        # between two graphs modules are called one by one: what is compiled then is their code, and not ours around it
+        MODULE_CALL.each(lambda call: place.skip_code(call.__code__))
 
         def around(inner: Callable[[Any], Any], callback: Any) -> Any:
             found = callback if EAGER.forced else inner(callback)
@@ -155,7 +185,7 @@ class _Graphs:
         finally:
             self._callback.remove(wrapper)
 
-    def _instrumented(self, callback: Any) -> Any:
+    def _instrumented(self, callback: Any, kernel: str) -> Any:
         """The same with the user's backend behind ours; the same one every time, or each call would compile anew."""
         convert: Any = getattr(callback, "_torchdynamo_orig_backend", None)
         if not hasattr(convert, "_clone_with_backend") or not hasattr(callback, "hooks"):
@@ -163,11 +193,11 @@ class _Graphs:
         backend = convert._torchdynamo_orig_backend
         if isinstance(backend, Instrumented):
             return callback  # another watch was asked first
-        known = self._known.get(callback)
-        if known is None:
-            behind = convert._clone_with_backend(Instrumented(backend))
-            known = self._known[callback] = type(callback)(behind, callback.hooks)
-        return known
+        known = self._known.setdefault(callback, {})
+        if kernel not in known:
+            behind = convert._clone_with_backend(Instrumented(backend, kernel))
+            known[kernel] = type(callback)(behind, callback.hooks)
+        return known[kernel]
 
 
 GRAPHS = _Graphs()

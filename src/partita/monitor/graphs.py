@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from partita.interception import SDPA, SOFTMAX
+from partita.monitor.kernel import serve
 from partita.monitor.losses import FACES
 from partita.monitor.modules import could_be_attention
 from partita.monitor.operator import Site, report
@@ -31,15 +32,16 @@ TICKET = "partita_ticket"
 class About:
     """What can be said of a graph as a whole."""
 
+    kernel: str
     modules: set[str] = field(default_factory=set)  # whose code is in it
     by_hand: set[str] = field(default_factory=set)  # that hold attention of which nothing is recorded
 
 
 class Instrumented:
-    """The user's backend behind a graph that reports."""
+    """The user's backend behind a graph that reports; `kernel` as `watch` takes it."""
 
-    def __init__(self, backend: Callable[..., Any]) -> None:
-        self.backend = backend
+    def __init__(self, backend: Callable[..., Any], kernel: str) -> None:
+        self.backend, self.kernel = backend, kernel
         self.__name__ = getattr(backend, "__name__", type(backend).__name__)
 
         self._innermost = backend
@@ -48,23 +50,24 @@ class Instrumented:
 
     def __eq__(self, other: object) -> bool:
         """torch.compile lets modules of one class share a graph where their backends are equal."""
-        return isinstance(other, Instrumented) and bool(self._innermost == other._innermost)
+        alike = isinstance(other, Instrumented) and self.kernel == other.kernel
+        return alike and bool(self._innermost == other._innermost)
 
     def __hash__(self) -> int:
         return hash(Instrumented)
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         ticket = torch.zeros((), dtype=torch.int64)
-        changed = rewritten(graph, ticket)
+        changed = rewritten(graph, ticket, self.kernel)
         if changed is None:
             return self.backend(graph, inputs, **options)
         made = self.backend(changed, [*inputs, ticket], **options)
         return lambda *args: made(*args, ticket)
 
 
-def rewritten(module: fx.GraphModule, ticket: Tensor) -> fx.GraphModule | None:
+def rewritten(module: fx.GraphModule, ticket: Tensor, kernel: str = "own") -> fx.GraphModule | None:
     """The same graph, in which softmaxes and losses report, with one more input, the last; None where it has none."""
-    about = About()
+    about = About(kernel)
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, known))
@@ -109,10 +112,11 @@ def _rewrite(module: fx.GraphModule, token: fx.Node, about: About) -> bool:
         call = _called(node)
         made: Callable[..., Any] | None = None
         if call is SDPA_ITSELF:
-            made = _reporting(call, Site(_title(kind), path, crosses(node, path)))
+            made = _sdpa(Site(_title(kind), path, crosses(node, path)), about.kernel)
         elif call is F.multi_head_attention_forward:
             cross = node.args[0] is not node.args[1]
-            made = _open_multi_head(Site("MultiheadAttention", path, cross), Site("softmax", path, cross))
+            fused, written = (Site(title, path, cross) for title in ("MultiheadAttention", "softmax"))
+            made = _open_multi_head(_sdpa(fused, about.kernel), written)
         elif call in FUSED_LAYERS:
             made = _reporting(call, Site(FUSED_LAYERS[call], path))
         elif call is mark:
@@ -146,14 +150,25 @@ def _reporting(call: Callable[..., Any], site: Site) -> Callable[..., Any]:
     return reported
 
 
-def _open_multi_head(fused: Site, written: Site) -> Callable[..., Any]:
+def _sdpa(site: Site, kernel: str) -> Callable[..., Any]:
+    """torch's attention and a report; or partita's with its statistics, where it may and can serve."""
+
+    def reported(ticket: Tensor, *args: Any, **kwargs: Any) -> Any:
+        served = serve(args, kwargs) if kernel == "partita" else None
+        out, stats = (SDPA_ITSELF(*args, **kwargs), None) if served is None else served
+        report(ticket, site, args, {**kwargs, "stats": stats})
+        return out
+
+    return reported
+
+
+def _open_multi_head(fused: Callable[..., Any], written: Site) -> Callable[..., Any]:
     """MultiheadAttention is one call in a graph; its SDPA, or its softmax where weights are returned, report."""
 
     def reported(ticket: Tensor, *args: Any, **kwargs: Any) -> Any:
         def sdpa(inner: Callable[..., Any], *a: Any, **k: Any) -> Any:
-            if inner is SDPA_ITSELF:  # else whatever serves it has a scale of its own
-                report(ticket, fused, a, k)
-            return inner(*a, **k)
+            # whatever else serves it may have a scale of its own
+            return fused(ticket, *a, **k) if inner is SDPA_ITSELF else inner(*a, **k)
 
         def softmax(inner: Callable[..., Any], scores: Tensor, *a: Any, **k: Any) -> Any:
             report(ticket, written, (scores,), {})

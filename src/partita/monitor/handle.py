@@ -73,6 +73,7 @@ class Watch(Reading):
         self._enclosed: bool | None = None  # inside a module that is not the model's: has it called the model?
         self._called: dict[str, int] = {}
         self._elsewhere = 0
+        self._skipped = False
         self._started: float | None = None
         self._steps = 0
         self._thread = threading.get_ident()
@@ -161,6 +162,11 @@ class Watch(Reading):
             self._elsewhere += self._roll.name(module) is not None
             return inner(module, *args, **kwargs)
         code = compiled.code_of(module)
+        if code is not None and compiled.skipped(module) and self._roll.name(module) is not None:
+            self._skipped = True
+            with compiled.GRAPHS.off():
+                name = self._roll.name(module) or ""
+                return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
         if code is not None:
             with self._mode.without():
                 return self._call_graphs(code, inner, module, args, kwargs)
@@ -178,10 +184,12 @@ class Watch(Reading):
             with compiled.GRAPHS.as_they_are():
                 return self._pass_by(inner, module, args, kwargs)
 
+        kernel = self.kernel if self.options.rows is None and self.options.layers is None else "own"
+
         def call() -> Any:
             first = () if name is None and self.observer.stack else (frame(name or "", code, kwargs),)
             self.observer.stack.extend(first)
-            with listening(self._graphs, code), compiled.GRAPHS.reporting():
+            with listening(self._graphs), compiled.GRAPHS.reporting(kernel):
                 return inner(module, *args, **kwargs)
 
         return self._follow(name or "", code if name is not None else self.model, kwargs, call)
@@ -299,6 +307,8 @@ class Watch(Reading):
         """Which attention modules were observed, which were not, and why."""
         found = coverage(self._expected, self.observer.seen, self._called, self.observer.by_hand)
         more = []
+        if self._skipped:
+            more.append(compiled.SKIPPED)
         inside = sorted(self._graphs.seen & self.observer.seen)
         if inside:
             found["in_graphs"] = inside

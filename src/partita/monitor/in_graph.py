@@ -44,8 +44,9 @@ class Graphs:
         self.unseen: dict[str, None] = {}  # losses that could not be asked
         self._known: dict[tuple[int, int], tuple[Frame, ...] | None] = {}  # by site and compiled module
 
-    def reported(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], root: nn.Module) -> None:
-        """A graph tells of one of its calls, while it runs."""
+    def reported(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A graph tells of one of its calls, while it runs: a graph of the code of the innermost module called."""
+        root = self.mode.watch.observer.stack[-1].module
         place = site.number, id(root)
         if place not in self._known:
             self._known[place] = self._frames(site, root)
@@ -109,7 +110,7 @@ class Graphs:
                 observer.attend("MultiheadAttention", scores.first.shape, lambda: scores, False)
         else:
             look: Any = self.mode.look_sdpa
-            look(*args, **kwargs, kind=site.kind, cross=site.cross, stats=None)
+            look(*args, **kwargs, kind=site.kind, cross=site.cross)
         self.seen.add(observer.stack[-1].name)
 
     def _attention(

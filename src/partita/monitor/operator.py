@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, library, nn
+from torch import Tensor, library
 
 __all__ = ["Listener", "Site", "listening", "report"]
 
@@ -51,7 +51,7 @@ class _Slot:
 class Listener(Protocol):
     """Somebody who watches a call of a compiled module."""
 
-    def reported(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], root: nn.Module) -> None: ...
+    def reported(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
 
 SITES: list[Site] = []
@@ -59,10 +59,10 @@ _HERE = threading.local()
 
 
 @contextmanager
-def listening(listener: Listener, root: nn.Module) -> Iterator[None]:
-    """While a compiled module, whose code is that of `root`, is called in this thread."""
+def listening(listener: Listener) -> Iterator[None]:
+    """While a compiled module is called in this thread."""
     before = getattr(_HERE, "listeners", ())
-    _HERE.listeners = (*before, (listener, root))
+    _HERE.listeners = (*before, listener) if listener not in before else before
     try:
         yield
     finally:
@@ -98,9 +98,9 @@ def _(ticket: Tensor, tensors: list[Tensor], sizes: list[int], numbers: list[flo
     ticket.add_(1)
     if torch._C._current_graph_task_id() != -1:
         return  # a recomputation in the backward pass: the call was seen before
-    for listener, root in getattr(_HERE, "listeners", ()):
+    for listener in getattr(_HERE, "listeners", ()):
         args, kwargs = SITES[site].arguments(tensors, sizes, numbers)
-        listener.reported(SITES[site], args, kwargs, root)
+        listener.reported(SITES[site], args, kwargs)
 
 
 @library.register_fake("partita::report")  # type: ignore[untyped-decorator]
