@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from partita import adapters as adapters
     from partita import attn as attn
     from partita import contrastive as contrastive
+    from partita import control as control
     from partita import distributed as distributed
     from partita import engine as engine
     from partita import errors as errors
@@ -94,6 +95,7 @@ _MODULES = (
     "adapters",
     "attn",
     "contrastive",
+    "control",
     "distributed",
     "engine",
     "errors",
