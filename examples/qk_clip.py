@@ -1,9 +1,9 @@
 """A run built to blow up: too high a learning rate makes the scores of attention grow until every softmax is stuck.
 
-Run it with `python examples/qk_clip.py [--figure FILE.svg]`. A two-layer model has to repeat sixteen symbols it has just
-seen, which only attention can do. At a learning rate of 0.1 its scores pass ten thousand, each head looks at one place
-and no gradient tells it to look elsewhere: the loss stays at log 64, a guess. The same run with QKClip learns. Both in
-float32 and in bfloat16.
+Run it with `python examples/qk_clip.py [--figure FILE.svg]`. A two-layer model has to repeat sixteen symbols it has
+just seen, which only attention can do. At a learning rate of 0.1 its scores pass ten thousand, each head looks at one
+place and no gradient tells it to look elsewhere: the loss stays at log 64, a guess. The same run with QKClip learns.
+Both in float32 and in bfloat16.
 """
 
 from __future__ import annotations
