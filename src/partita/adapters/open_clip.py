@@ -20,8 +20,8 @@ class ClipLoss(nn.Module):
         loss = ( CE(rows) + CE(columns) ) / 2        of logit_scale <image_i, text_j> + logit_bias
 
     Over several ranks it is the global loss, with gradients for DDP's average, as with `gather_with_grad=True` there.
-    Without that, gradients through other ranks' rows are left out there, and here it is refused. `local_loss` would give
-    each rank the loss of its own rows, whose mean is the same; `cache_labels` has nothing to cache.
+    Without that, gradients through other ranks' rows are left out there, and here it is refused. `local_loss` would
+    give each rank the loss of its own rows, whose mean is the same; `cache_labels` has nothing to cache.
 
     >>> import torch
     >>> loss = ClipLoss()
