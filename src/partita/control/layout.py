@@ -138,14 +138,14 @@ def _made_by(x: Tensor, linear: Sequence[tuple[nn.Module, Tensor]]) -> list[Rows
         return "no rows of a linear map have their lengths, so something between the two changes it"
     rows = [found[int(i)] for i in at]
     for head, mine in enumerate(rows):
-        rivals = torch.tensor([other != mine for other in found])
+        rivals = torch.tensor([other != mine for other in found], device=table.device)
         if bool((table[head, rivals] < 3 * best[head] + 1e-3).any()):
             return "several rows have the same lengths, so nothing tells which of them made a head"
     return rows
 
 
 def _log_norms(x: Tensor) -> Tensor:  # (tokens, heads, dim) -> (some tokens, heads)
-    pick = torch.linspace(0, x.shape[0] - 1, min(TOKENS, x.shape[0])).long().to(x.device)
+    pick = torch.linspace(0, x.shape[0] - 1, min(TOKENS, x.shape[0]), dtype=torch.float64, device=x.device).long()
     norms: Tensor = torch.linalg.vector_norm(x.detach()[pick].double(), dim=-1)
     return norms.log()
 

@@ -147,7 +147,7 @@ class QKClip:
     def _factor(self, peak: Tensor) -> Tensor:
         # one division, rounded once: torch takes number / tensor as a product with the reciprocal
         top = self.threshold if self.threshold is not None else torch.inf
-        return torch.tensor([top / p if top < p < torch.inf else 1.0 for p in peak.tolist()], dtype=peak.dtype)
+        return peak.new_tensor([top / p if top < p < torch.inf else 1.0 for p in peak.tolist()])
 
     def _shrink(self, name: str, factors: PerLayer) -> None:
         layout = self._layouts.get(name)
