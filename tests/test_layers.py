@@ -19,6 +19,7 @@ LAYERS = {
     "_overrides": 0,
     "_checks": 1,
     "precision": 1,
+    "_look": 1,
     "terms": 2,
     "support": 2,
     "scale": 2,
@@ -46,6 +47,7 @@ LAYERS = {
 # In one layer, who stands on whom: supports are made of terms, scales count a support, a distribution solves its scale,
 # the rows of a loss are read off a distribution.
 BESIDE = {
+    ("_look", "_checks"),
     ("support", "terms"),
     ("scale", "terms"),
     ("scale", "support"),
@@ -59,7 +61,7 @@ BESIDE = {
     ("processes", "rows"),
 }
 # A support bound to sizes: these files of the engine know no request, and stand below it.
-TERMS = ("axes", "terms", "visibility")
+TERMS = ("axes", "terms", "disjoint", "visibility")
 # Faces read a distribution and never its engine, but the two types that their signatures name.
 FACES = ("losses", "contrastive", "attn", "theory", "metrics")
 PUBLIC_TYPES = {"Stats", "State", "Sums", "Term", "Visibility"}

@@ -48,6 +48,7 @@ class ContrastStats(_ContrastFields, LossStats):  # type: ignore[misc]  # tuples
     """
 
     __slots__ = ()
+    __repr__ = Stats.__repr__
 
     @property
     def information_cap(self) -> Tensor:
@@ -84,6 +85,7 @@ class LabelStats(_LabelFields, Stats):  # type: ignore[misc]  # tuples whose fir
     """The row statistics of anchors with many positives, and what is said of positives and negatives apart."""
 
     __slots__ = ()
+    __repr__ = Stats.__repr__
 
 
 def readout(
