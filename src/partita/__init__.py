@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from partita import adapters as adapters
     from partita import attn as attn
     from partita import contrastive as contrastive
+    from partita import control as control
     from partita import distributed as distributed
     from partita import engine as engine
     from partita import errors as errors
@@ -95,6 +96,7 @@ _MODULES = (
     "adapters",
     "attn",
     "contrastive",
+    "control",
     "distributed",
     "engine",
     "errors",
