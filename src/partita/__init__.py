@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from partita import theory as theory
     from partita.attn import attention as attention
     from partita.calibration import fit_temperature as fit_temperature
+    from partita.comparison import divergence as divergence
     from partita.contrastive import ContrastStats as ContrastStats
     from partita.contrastive import clip_loss as clip_loss
     from partita.contrastive import info_nce_loss as info_nce_loss
@@ -70,6 +71,7 @@ _HOME = {
     "clip_loss": "contrastive",
     "cross_entropy": "losses",
     "distillation_loss": "losses",
+    "divergence": "comparison",
     "explain": "gibbs",
     "fit_temperature": "calibration",
     "focal_loss": "losses",

@@ -9,11 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partita._checks import broadcast, check_whole
+from partita._checks import broadcast, check_rows, check_whole
 from partita.engine import State, Stats
 from partita.engine import explain as explain_request
 from partita.engine.execute import attention as plain_attention
+from partita.engine.axes import split_heads
 from partita.engine.execute import both_ways, execute, score_tiles, scores, weighted_nll
+from partita.engine.execute import received as column_sums
 from partita.engine.request import Request, build, extend
 from partita.engine.sums import Sums
 from partita.engine.terms import Term
@@ -183,11 +185,14 @@ class Gibbs:
             passes = weakref.ref(self._passes)  # or the graph and this object would keep each other alive
             sums.node.register_prehook(lambda _: _forget(passes))
 
-    def _rows(self) -> State:
+    def _pass(self) -> Sums:
         known = self._passes.get("rows")
         if known is not None and known[0] == self._stamp():
-            return known[1].state
-        return self.reduce().state
+            return known[1]
+        return self.reduce()
+
+    def _rows(self) -> State:
+        return self._pass().state
 
     # ---- row statistics --------------------------------------------------------------------------------------------
 
@@ -276,6 +281,30 @@ class Gibbs:
         if request.terms or request.softcap is not None or request.scale.numel() > 1:
             raise ValueRangeError("both ways need one scale for all rows, no support and no softcap.")
         return both_ways(request)
+
+    def received(self, weight: Tensor | None = None) -> Tensor:  # (..., n_key)
+        """What each key receives from all rows: the other margin, in two passes at most.
+
+            received_j = sum_i weight_i p(j|i)
+
+        Equal to ``(weight[..., None] * p.probs()).sum(-2)``. Grouped queries give a number per key head. A row that
+        sees nothing gives nothing. Has gradients to query, key, scale, bias and weight (M-COL-1, M-COL-2).
+
+        >>> Gibbs(torch.zeros(3, 2), torch.zeros(4, 2), support=partita.support.causal()).received()  # 1 + 1/2 + 1/3
+        tensor([1.8333, 0.8333, 0.3333, 0.0000])
+
+        weight: broadcasts to the rows (..., n_query); 1 unless given.
+        """
+        request, rows = self.request(), self._pass()
+        peak, mass = rows.peak, rows.mass.detach()
+        if weight is None:
+            weight = torch.ones_like(mass)
+        else:
+            check_rows("weight", weight, mass)
+            weight = weight.to(mass.dtype).expand(mass.shape)
+        if request.groups > 1:
+            peak, mass, weight = (split_heads(x, 1, request.groups) for x in (peak, mass, weight))
+        return column_sums(request, peak, mass, weight)
 
     def log_prob(self, target: Tensor) -> Tensor:
         """log p(target|i)."""

@@ -24,7 +24,7 @@ from partita.engine.sums import OPERANDS, Sums, Upstream
 from partita.engine.terms import pack, unpack
 from partita.precision import no_autocast
 
-__all__ = ["Pass", "Plan", "backward", "forward", "reduce"]
+__all__ = ["Gradients", "Pass", "Plan", "assemble", "backward", "forward", "gradients", "reduce"]
 
 _ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the operands in `Gradients`
 _ABSENT = 0  # the size of an output that was not asked for: an operator has no optional results
@@ -244,7 +244,7 @@ class Pass(torch.autograd.Function):
         needs = [t is not None and ctx.needs_input_grad[2 + i] for i, t in enumerate(tensors[:5])]
         given = (*tensors, peak, raw.mass, raw.first, raw.second, moment, target)
         if torch.compiler.is_compiling():  # a compiled graph has no second derivative
-            found = _gradients(plan, needs, True, *given)
+            found = gradients(plan, needs, True, *given)
         else:
             found = Gradients.apply(plan, needs, ctx.seen, *given)  # type: ignore[no-untyped-call]
         rest = iter(found)
@@ -271,7 +271,8 @@ def _batched(tensor: Tensor | None, dim: int | None, size: int | None = None) ->
     return tensor.unsqueeze(0) if size is None else tensor.unsqueeze(0).expand(size, *tensor.shape)
 
 
-def _gradients(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+def gradients(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Those that are needed; as an operator where somebody looks."""
     given, rows = tensors[:-_ROWS], tensors[-_ROWS:]
     if not seen:
         return tuple(_wanted(plan, given, rows, needs))
@@ -283,7 +284,7 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return _gradients(plan, needs, seen, *tensors)
+        return gradients(plan, needs, seen, *tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

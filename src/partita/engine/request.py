@@ -65,6 +65,15 @@ class Request:
         shapes += [t.shape[:-1] for t in (self.scale, self.target) if t is not None]
         return _checks.broadcast(*shapes, *(term.batch for term in self.terms))
 
+    def with_batch(self, n_batch: int) -> Request:
+        """The same request with at least so many batch dimensions; those in front have size 1."""
+        if self.query.dim() - 2 >= n_batch:
+            return self
+        bias = None if self.bias is None else align(self.bias, n_batch, 2)
+        terms = tuple(term.align(n_batch) for term in self.terms)
+        query, key, scale = align(self.query, n_batch, 2), align(self.key, n_batch, 2), align(self.scale, n_batch, 1)
+        return replace(self, query=query, key=key, scale=scale, bias=bias, terms=terms)
+
     def ungroup(self, rows: Tensor, tail: int = 0) -> Tensor:
         """Row results with the heads in one dimension again; `tail` dimensions follow the rows."""
         return rows if self.groups == 1 else rows.flatten(-3 - tail, -2 - tail)

@@ -179,5 +179,5 @@ BACKEND = Backend(
     attention,
     weighted_nll,
     BothWays(both_ways, both_ways_backward),
-    accumulate,
+    accumulate=accumulate,
 )
