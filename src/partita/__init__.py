@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from partita import support as support
     from partita import theory as theory
     from partita.attn import attention as attention
+    from partita.attn import attention_divergence as attention_divergence
     from partita.calibration import fit_temperature as fit_temperature
     from partita.comparison import divergence as divergence
     from partita.contrastive import ContrastStats as ContrastStats
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from partita.gibbs import Gibbs as Gibbs
     from partita.gibbs import explain as explain
     from partita.interception import replace_sdpa as replace_sdpa
+    from partita.losses import ClassStats as ClassStats
     from partita.losses import LossStats as LossStats
     from partita.losses import cross_entropy as cross_entropy
     from partita.losses import distillation_loss as distillation_loss
@@ -60,12 +62,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "ClassStats": "losses",
     "ContrastStats": "contrastive",
     "Gibbs": "gibbs",
     "LossStats": "losses",
     "State": "engine",
     "Stats": "engine",
     "attention": "attn",
+    "attention_divergence": "attn",
     "backend": "engine",
     "backends": "engine.backends",
     "clip_loss": "contrastive",

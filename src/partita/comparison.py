@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.engine.divergences import KINDS
+from partita.engine.divergences import KINDS, Record, both_sides
 from partita.engine.execute import divergence as rows_of
 from partita.engine.execute import weighted_divergence as weighted_sum
 from partita.engine.request import Request
+from partita.engine.state import State, centre
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 
-__all__ = ["check_kind", "divergence", "weighted_divergence"]
+__all__ = ["check_kind", "divergence", "score_divergence", "weighted_divergence"]
 
 
 def divergence(p: Gibbs, q: Gibbs, kind: str = "forward", *, beta: float = 0.5) -> Tensor:  # (..., n_query)
@@ -53,6 +54,24 @@ def weighted_divergence(p: Gibbs, q: Gibbs, weight: Tensor, kind: str = "forward
         return (weight * rows_of(one, other, *named)).sum()
     rows = torch.empty((*_checks.broadcast(one.batch, other.batch), one.n_query), device="meta")
     return weighted_sum(one, other, *named, weight.detach().to(one.dtype).expand(rows.shape))
+
+
+def score_divergence(s: Tensor, t: Tensor, kind: str = "forward", *, beta: float = 0.5) -> Tensor:  # (..., n)
+    """The same of explicit scores (..., n, K), dense as they are; -inf hides a key. Ordinary autograd.
+
+    >>> score_divergence(torch.zeros(1, 2), torch.tensor([[0.0, -torch.inf]]), "hellinger")  # 1 - sqrt(1/2)
+    tensor([0.2929])
+    """
+    kind, beta = check_kind(kind, beta)
+    one, other = State.of(s), State.of(t)
+    a, b = (centre(x, state.peak)[0] - state.log_mass()[..., None] for x, state in ((s, one), (t, other)))
+    first, second = both_sides(kind, beta, a, b)
+    seen, unseen = (t, s) if kind == "reverse" else (s, t)
+    outside = (~seen.isneginf() & unseen.isneginf()).any(-1) & (kind not in ("js", "hellinger"))
+    more = torch.where(outside, torch.inf, 0.0)
+    rows = Record(one.peak, one.mass, other.peak, other.mass, first.sum(-1) + more, second.sum(-1) + more)
+    found = rows.divergence(kind)
+    return torch.where(outside, found.detach(), found)
 
 
 def check_kind(kind: str, beta: float) -> tuple[str, float]:

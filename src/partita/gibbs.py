@@ -12,8 +12,8 @@ from torch import Tensor
 from partita._checks import broadcast, check_rows, check_whole
 from partita.engine import State, Stats
 from partita.engine import explain as explain_request
-from partita.engine.execute import attention as plain_attention
 from partita.engine.axes import split_heads
+from partita.engine.execute import attention as plain_attention
 from partita.engine.execute import both_ways, execute, score_tiles, scores, weighted_nll
 from partita.engine.execute import received as column_sums
 from partita.engine.request import Request, build, extend
@@ -155,23 +155,28 @@ class Gibbs:
         rank: bool = False,
         statistics: bool = True,
         mean: bool = False,
+        extremes: bool = False,
     ) -> Sums:
         """The pass: sums of every row, and what a value or a target adds; remembered for later reads of the rows.
 
         rank: how many keys score above the target.
         statistics: the moments of the score; without them the state knows log Z alone.
         mean: E[value] in place of the moment it comes from.
+        extremes: the smallest score, and the keys of the largest and of the smallest.
         """
         ready = self.request()
-        request = extend(ready, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
+        asked = {"rank": rank, "statistics": statistics, "mean": mean, "extremes": extremes}
+        request = extend(ready, value=value, target=target, **asked)
         if request is None:  # the value or the target brings batch dimensions of its own
             rows = [t.shape[:-tail] for t, tail in ((value, 2), (target, 1)) if t is not None]
             wider = self._build(self._passes.scale, broadcast(*rows))
-            request = extend(wider, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
+            request = extend(wider, value=value, target=target, **asked)
             assert request is not None
         sums = execute(request)
         if not torch.compiler.is_compiling():
             self._forget_after_backward(sums)
+            if extremes and request.batch == ready.batch:
+                self._passes["extremes"] = (self._stamp(), sums)
             if statistics and request.batch == ready.batch:
                 self._passes["rows"] = (self._stamp(), sums)
                 if target is not None:
@@ -215,6 +220,42 @@ class Gibbs:
     def max_score(self) -> Tensor:
         """max_j score_j; has no gradient (`top(1)` has)."""
         return self._rows().max_score()
+
+    def min_score(self) -> Tensor:
+        """min_j score_j over the visible keys, +inf on an empty support; has no gradient."""
+        least = self._extremes().least
+        assert least is not None
+        return least
+
+    def argmax(self) -> Tensor:  # (..., n_query) int64
+        """The key of the largest score, the first of those that tie; -1 on an empty support.
+
+        >>> Gibbs(torch.ones(1, 1), torch.tensor([[2.0], [3.0], [3.0], [1.0]])).argmax()
+        tensor([1])
+        """
+        return self._place(0)
+
+    def argmin(self) -> Tensor:  # (..., n_query) int64
+        """The key of the smallest score, the first of those that tie; -1 on an empty support."""
+        return self._place(1)
+
+    def _place(self, which: int) -> Tensor:
+        places = self._extremes().places
+        assert places is not None
+        return places[which]
+
+    def _extremes(self) -> Sums:
+        """The pass that knows both ends; where the rows are known already it leaves everything else out."""
+        for name in ("extremes", "rows"):
+            known = self._passes.get(name)
+            if known is not None and known[0] == self._stamp():
+                if known[1].places is not None:
+                    return known[1]
+                with torch.no_grad():
+                    found = self.reduce(statistics=False, extremes=True)
+                self._passes["extremes"] = (self._stamp(), found)
+                return found
+        return self.reduce(extremes=True)
 
     def visible(self) -> Tensor:
         """Number of keys each query may see."""

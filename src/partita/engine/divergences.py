@@ -15,7 +15,8 @@ so the same numbers are the gradient of the scores s of p and t of q:
     d / d s_j = first_j - P_j sum first        d / d t_j = second_j - Q_j sum second
 
 A pass keeps six numbers of a row, its *record*: peak and mass of both distributions, and both sums. What cannot be is
-told by an infinite sum: KL(p||q) where p sees a key that q does not. There, and where p sees nothing, the gradient is 0.
+told by an infinite sum: KL(p||q) where p sees a key that q does not. There, and where p sees nothing, the gradient is
+0.
 """
 
 from __future__ import annotations

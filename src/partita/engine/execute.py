@@ -125,7 +125,7 @@ def divergence(p: Request, q: Request, kind: str, beta: float) -> Tensor:  # (*b
     ask, tensors = Question.of(p, q, kind, beta, _named(p, q))
     requests = None if audience.looks else (p, q)
     function = Divergence.apply if audience.differentiates or audience.looks else Divergence.forward
-    out: Tensor = function(ask, requests, *tensors)[0]  # type: ignore[no-untyped-call]
+    out: Tensor = function(ask, requests, *tensors)[0]
     return p.ungroup(out)
 
 

@@ -67,7 +67,9 @@ class Question:
         plans, tensors = [], []
         for side in (arguments[:_PER_SIDE], arguments[_PER_SIDE : 2 * _PER_SIDE]):
             query, key, scale, bias, support, layout, softcap, cap_bias = side
-            plans.append(Plan(list(layout), softcap, cap_bias, False, False, False, backend))
+            plans.append(
+                Plan(list(layout), softcap, cap_bias, rank=False, statistics=False, mean=False, backend=backend)
+            )
             tensors.append((query, key, None, scale, bias, None, *support))
         return Question((plans[0], plans[1]), kind, beta, len(tensors[0])), (*tensors[0], *tensors[1])
 
@@ -146,7 +148,7 @@ class Divergence(torch.autograd.Function):
         ctx.save_for_backward(output[1], *tensors)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         record, *tensors = ctx.saved_tensors
         half, ask = len(OPERANDS), ctx.ask

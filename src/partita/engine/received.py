@@ -41,7 +41,7 @@ def columns(request: Request, backend: str, peak: Tensor, weight: Tensor, shared
 
 def _request(arguments: Sequence[Any]) -> Request:
     query, key, scale, bias, support, layout, softcap, cap_bias, backend = arguments[:9]
-    plan = Plan(list(layout), softcap, cap_bias, False, False, False, backend)
+    plan = Plan(list(layout), softcap, cap_bias, rank=False, statistics=False, mean=False, backend=backend)
     return plan.request((query, key, None, scale, bias, None, *support))
 
 
@@ -104,7 +104,7 @@ class Received(torch.autograd.Function):
         if any(needs):
             given = (*tensors, sums.peak, raw.mass, None, None, raw.moment, None)
             function = gradients if compiling else Gradients.apply
-            found = iter(function(plan, needs, ctx.seen or compiling, *given))  # type: ignore[no-untyped-call]
+            found = iter(function(plan, needs, ctx.seen or compiling, *given))
         grads = [next(found) if needed else None for needed in needs]
         of_weight = sums.mean[..., 0] if ctx.needs_input_grad[5] else None
         return (None, None, None, None, None, of_weight, *grads, *(None for _ in tensors[5:]))

@@ -42,6 +42,7 @@ class Request:
     rank: bool = False
     statistics: bool = True  # first and second moments of the score
     mean: bool = False  # E[value] is wanted, not the moment it comes from
+    extremes: bool = False  # the smallest score, and where it and the largest stand
     as_query: bool = False  # and may lie in memory as the query does, as torch's own attention gives it
     last: bool = False  # no backward pass follows, which would need the same scores to the last bit
 
@@ -141,6 +142,7 @@ def extend(
     rank: bool = False,
     statistics: bool = True,
     mean: bool = False,
+    extremes: bool = False,
 ) -> Request | None:
     """The same request with a value or a target; None if they have more batch dimensions than it."""
     n_batch = request.query.dim() - 2 - (request.groups > 1)
@@ -162,7 +164,8 @@ def extend(
     named += [("value", value.shape[:-2])] if value is not None else []
     named += [("target", target.shape[:-1])] if target is not None else []
     _checks.broadcast_batch(named)
-    return replace(request, value=value, target=target, rank=rank, statistics=statistics, mean=mean, as_query=mean)
+    request = replace(request, value=value, target=target, rank=rank, statistics=statistics, extremes=extremes)
+    return replace(request, mean=mean, as_query=mean)
 
 
 def _check_value(value: Tensor, request: Request) -> None:

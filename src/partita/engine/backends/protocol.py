@@ -33,9 +33,7 @@ class Divergences:
 
     forward: Callable[[Request, Request, str, float], Record]
     # with the record, and upstream of the rows' divergences
-    backward: Callable[
-        [Request, Request, str, float, Record, Tensor, tuple[Needs, Needs]], tuple[Gradients, Gradients]
-    ]
+    backward: Callable[[Request, Request, str, float, Record, Tensor, tuple[Needs, Needs]], tuple[Gradients, Gradients]]
     # the record, and the gradients of a weighted sum of the rows, made going forward; None where it has no kernel
     weighted: (
         Callable[

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from partita.engine.backends.tiled.accumulator import Accumulator, view
+from partita.engine.backends.tiled.extremes import Extremes
 from partita.engine.backends.tiled.grid import Grid, single_tile, tile_shape
 from partita.engine.backends.tiled.tile import Clean, Operands, gradients, scores, sums
 from partita.engine.request import Request
@@ -50,18 +51,28 @@ def forward(request: Request, *, shape: tuple[int, int] | None = None) -> Sums:
     """State, target score and rank of every row."""
     clean, grid = Clean.of(request), Grid(request, shape)
     parts: list[tuple[State, Tensor | None, Tensor | None]] = []
+    ends: list[Extremes] = []
     for index, rows in enumerate(grid.rows):
         state = _neutral(request, rows.stop - rows.start)
         target = None if request.target is None else torch.full_like(state.peak, -torch.inf)
+        end = Extremes(state.peak) if request.extremes else None
         for cols, mask in grid.visit(index):
             x = clean.operands(rows, cols)
             s, mask, _ = scores(clean, x, rows, cols, mask)
             if target is not None and request.target is not None:
                 target = _pick(s, request.target[..., rows], cols, target)
+            if end is not None:
+                end.add(s, cols.start)
             state = state.merge(sums(clean, x, s, mask, cols))
         rank = _rank(clean, grid, index, target) if request.rank and target is not None else None
         parts.append((state, target, rank))
-    return _answer(request, *_stack(parts, request))
+        ends += [] if end is None else [end]
+    found = _answer(request, *_stack(parts, request))
+    if not request.extremes:
+        return found
+    ends = ends or [Extremes(found.mass)]
+    least, places = (torch.cat([getattr(end, name) for end in ends], -1) for name in ("least", "places"))
+    return found._replace(least=least, places=places)
 
 
 def _pick(s: Tensor, target: Tensor, cols: slice, so_far: Tensor) -> Tensor:

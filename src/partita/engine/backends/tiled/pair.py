@@ -60,9 +60,7 @@ class _Sweep:
     def gradient(self, side: int, half: _Half, ds: Tensor) -> Operands:
         """Gradients of one distribution's operands from those of its scores."""
         hidden = half.score.isneginf()
-        return pulled_back(
-            self._clean[side], half.operands, torch.where(hidden, torch.zeros_like(ds), ds), half.slope
-        )
+        return pulled_back(self._clean[side], half.operands, torch.where(hidden, torch.zeros_like(ds), ds), half.slope)
 
 
 def _log_probs(score: Tensor, peak: Tensor, log_mass: Tensor) -> Tensor:
