@@ -7,7 +7,7 @@ import torch
 
 import partita
 from partita import reference
-from partita.attn import ALiBi
+from partita.attn import ALiBi, alibi_slopes
 from partita.errors import ShapeError, ValueRangeError
 from tests.tolerances import assert_exact
 
@@ -60,7 +60,7 @@ def test_a_sink_takes_its_share_and_has_a_gradient():
 def test_a_rule_of_positions_and_dropout(dropout):
     """Weights before dropout, with a bias that is never written out whole."""
     query, key, value = operands()
-    rule = ALiBi(4).to(torch.float64)
+    rule = ALiBi(alibi_slopes(4))
     _, received = partita.attention(query, key, value, bias=rule, dropout_p=dropout, return_received=True)
     bias = rule.rows(slice(0, 7), 7, 9, query)
     assert_exact(received, weights(query, key, bias=bias).sum(-2))
