@@ -64,7 +64,7 @@ class Record(NamedTuple):
 
 
 def both_sides(kind: str, beta: float, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """What each key adds on both sides (M-DIV-6); a and b are log-probabilities, very negative but finite where not visible."""
+    """What each key adds on both sides (M-DIV-6); a and b are log-probabilities, finite where a key is not visible."""
     if kind == "forward":
         p = a.exp()
         return p * (a - b), -p
