@@ -15,7 +15,9 @@ import partita
 
 from .harness import Options, environment, head, show, write_json
 
-QUESTIONS = ("attention", "cross_entropy", "contrastive", "decode", "memory", "accuracy", "watch", "distributed")
+QUESTIONS = (
+    "attention", "cross_entropy", "contrastive", "margins", "decode", "memory", "accuracy", "watch", "distributed",
+)  # fmt: skip
 
 
 def parse() -> tuple[tuple[str, ...], Options]:

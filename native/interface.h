@@ -70,6 +70,13 @@ struct PartitaColumns {
   void* sums;  // (slots, K)
 };
 
+// The best scores of every row, in falling order; past the visible keys -inf and -1.
+struct PartitaTop {
+  int64_t k;       // at least 1, and small: a row is searched through
+  void* score;     // (B, Q, k), accumulation dtype
+  int64_t* index;  // (B, Q, k)
+};
+
 // Plain attention: what changes from call to call where shapes and strides have been seen before.
 struct PartitaAttention {
   double scale;

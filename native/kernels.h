@@ -18,6 +18,7 @@ struct Kernels {
   void (*accumulate_statistics)(const PartitaStatistics&);
   int32_t (*received)(const PartitaProblem&, const PartitaColumns&);
   int32_t (*divergence_rows)(const PartitaDivergenceRows&);
+  int32_t (*top)(const PartitaProblem&, const PartitaTop&);
 };
 
 #define PARTITA_DECLARE(isa)                                                                                     \
@@ -31,8 +32,9 @@ struct Kernels {
   void accumulate_statistics(const PartitaStatistics&);                                                          \
   int32_t received(const PartitaProblem&, const PartitaColumns&);                                                \
   int32_t divergence_rows(const PartitaDivergenceRows&);                                                         \
+  int32_t top(const PartitaProblem&, const PartitaTop&);                                                         \
   constexpr Kernels kernels = {forward_tuning,        forward,  backward_tuning, backward, softmax_rows, logits, \
-                               accumulate_statistics, received, divergence_rows};                                \
+                               accumulate_statistics, received, divergence_rows, top};                           \
   }
 PARTITA_DECLARE(baseline)
 PARTITA_DECLARE(avx2)

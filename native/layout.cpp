@@ -26,6 +26,7 @@ struct Field {
 #define T(field) FIELD(PartitaStatistics, field)
 #define C(field) FIELD(PartitaColumns, field)
 #define D(field) FIELD(PartitaDivergenceRows, field)
+#define K(field) FIELD(PartitaTop, field)
 
 // clang-format off
 constexpr Field FIELDS[] = {
@@ -53,6 +54,7 @@ constexpr Field FIELDS[] = {
     D(rows), D(cols), D(p_row), D(q_row), D(record_row), D(dtype), D(threads), D(kind), D(p_gradient), D(q_gradient),
     D(unused), D(beta), D(p), D(q), D(p_bias), D(q_bias), D(p_start), D(p_stop), D(q_start), D(q_stop), D(weight),
     D(record), SIZE(PartitaDivergenceRows),
+    K(k), K(score), K(index), SIZE(PartitaTop),
 };
 // clang-format on
 

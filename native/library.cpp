@@ -107,6 +107,10 @@ PARTITA_API int32_t partita_received(const PartitaProblem* p, const PartitaColum
   return choice().kernels->received(*p, *c);
 }
 
+PARTITA_API int32_t partita_top(const PartitaProblem* p, const PartitaTop* to) {
+  return choice().kernels->top(*p, *to);
+}
+
 PARTITA_API int32_t partita_divergence_rows(const PartitaDivergenceRows* d) {
   return choice().kernels->divergence_rows(*d);
 }

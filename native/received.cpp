@@ -4,36 +4,24 @@
 //
 // A task is a range of rows of one entry and has sums of its own over all keys; they are added in the order of the
 // tasks, so that a result does not depend on who was first.
-#include <cstdlib>
-
-#include "kernels.h"
-#include "scores.h"
+#include "score_tiles.h"
 
 namespace partita {
 namespace PARTITA_ISA {
 
 namespace {
 
-constexpr int64_t CHUNK = 1024;  // rows packed at a time
-constexpr int64_t TILES = 16;    // whose sums are added up before they join the others: a longer chain loses digits
+constexpr int64_t TILES = 16;  // whose sums are added up before they join the others: a longer chain loses digits
 
 template <class A>
-struct ReceivedWorkspace {  // a thread's working memory
-  Row* row;
-  KeySpan* span;  // of each tile
-  A *peak, *weight, *query, *score, *temp, *panel, *sums;
+struct ReceivedWorkspace : TileWorkspace<A> {
+  A *peak, *weight, *sums;
 
   void lay_out(Arena& c, int64_t rows, int64_t D) {
-    constexpr int W = Vec<A>::W, R = Shape<A>::ROWS, L = Shape<A>::LANES, KEYS = Block<A>::KEYS;
-    row = c.take<Row>(rows);
-    span = c.take<KeySpan>(rows / R + 2);
+    TileWorkspace<A>::lay_out(c, rows, D);
     peak = c.take<A>(rows);
     weight = c.take<A>(rows);
-    query = c.take<A>((rows / R + 2) * D * L);
-    score = c.take<A>(R * Block<A>::LD);
-    temp = c.take<A>(L * D + 2 * KEYS + W);
-    panel = c.take<A>(KEYS * D);
-    sums = c.take<A>(KEYS);
+    sums = c.take<A>(Block<A>::KEYS);
   }
 };
 
@@ -56,60 +44,35 @@ inline void add_tile(const A* s, const A* peak, const A* weight, int m, const Vi
 template <class A>
 void add_rows(const PartitaProblem& p, const ScoreRule<A>& sc, const PartitaColumns& c, int64_t entry, int64_t first,
               int64_t n, ReceivedWorkspace<A>& t, A* to) {
-  constexpr int KEYS = Block<A>::KEYS, P = Shape<A>::PANEL, L = Shape<A>::LANES, R = Shape<A>::ROWS, LD = Block<A>::LD;
-  const int64_t tiles = (n + R - 1) / R;
-  KeySpan seen;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t a = n * i / tiles, b = n * (i + 1) / tiles;
-    for (int64_t r = a; r < b; ++r) {
-      const Row row = t.row[r] = make_row(p, entry, first + r);
-      const double peak = c.peak[row.out];
-      const bool empty = peak == neg_inf<double>();  // its weight means nothing
-      t.peak[r] = empty ? A(0) : static_cast<A>(peak * LOG2E);
-      t.weight[r] = empty ? A(0) : static_cast<const A*>(c.weight)[row.out];
-    }
-    t.span[i] = key_span(t.row + a, b - a);
-    seen.add(t.span[i]);
-    pack_queries<A>(sc, t.row + a, static_cast<int>(b - a), t.temp, t.query + i * p.D * L);
+  for (int64_t r = 0; r < n; ++r) {
+    const int64_t out = entry * p.Q + first + r;
+    const bool empty = c.peak[out] == neg_inf<double>();  // its weight means nothing
+    t.peak[r] = empty ? A(0) : static_cast<A>(c.peak[out] * LOG2E);
+    t.weight[r] = empty ? A(0) : static_cast<const A*>(c.weight)[out];
   }
-  const RowView keys{
-      static_cast<const char*>(p.key.data) + p.key.offset[entry] * static_cast<int64_t>(dtype_size(p.dtype)), p.key.row,
-      p.dtype};
-  for (int64_t key = seen.lo / KEYS * KEYS; key < seen.hi; key += KEYS) {
-    const int64_t end = key + KEYS < p.K ? key + KEYS : p.K, used = end < seen.hi ? end : seen.hi;
-    pack_panels<A>(keys, p.K, p.D, key / P, (used + P - 1) / P, t.panel, t.temp);
-    for (int64_t from = 0; from < tiles; from += TILES) {
-      const int64_t until = from + TILES < tiles ? from + TILES : tiles;
-      std::memset(t.sums, 0, sizeof(A) * KEYS);
-      for (int64_t i = from; i < until; ++i) {
-        const int64_t at = n * i / tiles;
-        const int m = static_cast<int>(n * (i + 1) / tiles - at);
-        ColumnRange runs[Block<A>::RUNS];
-        const VisibleColumns v = visible_columns<A>(p, sc.masked, t.span[i], t.row + at, m, key, end, runs);
-        for (int u = 0; u < v.runs; ++u)
-          score<A, LD>(m, p.D, t.query + i * p.D * L, t.panel + runs[u].begin * p.D, (runs[u].end - runs[u].begin) / P,
-                       t.score + runs[u].begin);
-        if (!v.runs) continue;
-        if (!sc.plain || !v.whole) bias_and_mask<A, LD>(sc, t.row + at, m, key, v, runs, t.score, t.temp, nullptr);
-        add_tile<A>(t.score, t.peak + at, t.weight + at, m, v, t.sums);
-      }
-      for (int64_t j = 0; j < end - key; ++j) to[key + j] += t.sums[j];
-    }
-  }
+  std::memset(t.sums, 0, sizeof(A) * Block<A>::KEYS);
+  const auto flush = [&](int64_t key, int64_t end) {
+    for (int64_t j = 0; j < end - key; ++j) to[key + j] += t.sums[j];
+    std::memset(t.sums, 0, sizeof(A) * Block<A>::KEYS);
+  };
+  const auto visit = [&](const Tile& tile) {
+    if (tile.i && tile.i % TILES == 0)
+      flush(tile.key, tile.key + Block<A>::KEYS < p.K ? tile.key + Block<A>::KEYS : p.K);
+    add_tile<A>(t.score, t.peak + tile.at, t.weight + tile.at, tile.m, tile.c, t.sums);
+  };
+  visit_tiles<A>(p, sc, entry, first, n, t, visit, flush);
 }
 
 template <class A>
 int32_t received_as(const PartitaProblem& p, const PartitaColumns& c) {
-  constexpr int R = Shape<A>::ROWS;
   const ScoreRule<A> sc = make_score_rule<A>(p);
-  const int64_t threads = p.threads > 1 ? p.threads : 1, few = (4 * threads + p.B - 1) / p.B, most = p.Q / (4 * R);
-  const int64_t cuts = few < most ? few : most > 1 ? most : 1, tasks = p.B * cuts;
+  const int64_t cuts = row_cuts<A>(p), tasks = p.B * cuts;
   const SharedWorkspace shared(sizeof(A) * static_cast<size_t>(tasks * p.K) + 64);
   A* parts = static_cast<A*>(shared.data);
   if (!parts) return NO_MEMORY;
-  const int64_t rows = p.Q < CHUNK ? p.Q : CHUNK;
+  const int64_t rows = p.Q < ROW_CHUNK ? p.Q : ROW_CHUNK;
   int32_t failed = 0, not_finite = 0;
-#pragma omp parallel num_threads(static_cast<int>(threads)) reduction(| : failed, not_finite)
+#pragma omp parallel num_threads(p.threads) reduction(| : failed, not_finite)
   {
     FlushDenormals flush;
     ReceivedWorkspace<A> t;
@@ -124,8 +87,8 @@ int32_t received_as(const PartitaProblem& p, const PartitaColumns& c) {
       const int64_t begin = p.Q * (i % cuts) / cuts, end = p.Q * (i % cuts + 1) / cuts;
       A* to = parts + i * p.K;
       std::memset(to, 0, sizeof(A) * static_cast<size_t>(p.K));
-      for (int64_t a = begin; a < end; a += CHUNK)
-        add_rows<A>(p, sc, c, i / cuts, a, end - a < CHUNK ? end - a : CHUNK, t, to);
+      for (int64_t a = begin; a < end; a += ROW_CHUNK)
+        add_rows<A>(p, sc, c, i / cuts, a, end - a < ROW_CHUNK ? end - a : ROW_CHUNK, t, to);
     }
     constexpr int64_t STEP = 1024;
 #pragma omp for schedule(static)

@@ -13,18 +13,20 @@ from partita._checks import broadcast, check_rows, check_whole
 from partita.engine import State, Stats
 from partita.engine import explain as explain_request
 from partita.engine.axes import split_heads
+from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import attention as plain_attention
 from partita.engine.execute import both_ways, execute, score_tiles, scores, weighted_nll
 from partita.engine.execute import received as column_sums
+from partita.engine.execute import top as best_scores
 from partita.engine.request import Request, build, extend
 from partita.engine.sums import Sums
 from partita.engine.terms import Term
-from partita.engine.terms import visible as visible_keys
 from partita.errors import DtypeError, ValueRangeError
 from partita.precision import output_dtype
 from partita.scale import Policy, TargetEntropy
 from partita.solve import as_mask, solve_scale
-from partita.support import Support, check_support
+from partita.support import Support
+from partita.support.base import check_support
 
 __all__ = ["Gibbs", "explain", "plain_attention"]
 
@@ -387,14 +389,28 @@ class Gibbs:
         check_whole("k", k, least=0)
         request = self.request()
         with torch.no_grad():
-            found = [self._top_rows(request, rows, tiles, k) for rows, tiles in score_tiles(request)]
-            score = _rows_cat([s for s, _ in found], request, request.dtype, k)
-            index = _rows_cat([i for _, i in found], request, torch.int64, k)
+            known = best_scores(request, k)
+            if known is not None:
+                score, index = known
+            else:
+                found = [self._top_rows(request, rows, tiles, k) for rows, tiles in score_tiles(request)]
+                score = _rows_cat([s for s, _ in found], request, request.dtype, k)
+                index = _rows_cat([i for _, i in found], request, torch.int64, k)
         given = (self.query, self.key, self.bias, self.scale)
         if torch.is_grad_enabled() and [1 for t in given if isinstance(t, Tensor) and t.requires_grad]:
             again = _score_at(request, index.clamp(min=0))
             score = torch.where(index >= 0, again, score)
         return request.ungroup(score, 1), request.ungroup(index, 1)
+
+    def top_log_prob(self, k: int) -> tuple[Tensor, Tensor]:  # (..., n_query, k) each
+        """log p of the k likeliest keys, and those keys; past the visible keys -inf and -1.
+
+        >>> Gibbs(torch.ones(1, 1), torch.tensor([[3.0], [1.0]]).log()).top_log_prob(1)[0].exp()  # 3 / (3 + 1)
+        tensor([[0.7500]])
+        """
+        score, index = self.top(k)
+        level = torch.where(self._rows().empty(), 0.0, self.log_partition())
+        return score - level[..., None], index
 
     @staticmethod
     def _top_rows(request: Request, rows: slice, tiles: object, k: int) -> tuple[Tensor, Tensor]:

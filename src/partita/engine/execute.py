@@ -9,6 +9,7 @@
     weighted_divergence     a scalar of those, its gradients made going forward where a backend can
     accumulate(totals)      statistics of rows added up by heads, where a backend can
     forward, backward       one pass and its gradients without autograd, for those who bring their own (the ring)
+    top(request, k)         the best scores of every row, where a backend has a kernel for so few
     score_tiles, scores     the scores themselves: tile by tile, or all at once
 
 Who may follow: autograd, a transform of torch.func or forward mode (they *differentiate*); a tracer, a dispatch mode, a
@@ -47,6 +48,7 @@ __all__ = [
     "received",
     "score_tiles",
     "scores",
+    "top",
     "weighted_divergence",
     "weighted_nll",
 ]
@@ -261,6 +263,16 @@ def accumulate(totals: Sequence[Tensor], *rows: Any) -> bool:
 
 
 # ---- the scores themselves ------------------------------------------------------------------------------------------
+
+
+def top(request: Request, k: int) -> tuple[Tensor, Tensor] | None:  # (*b, Q, k) each
+    """The k best scores and their keys, without a gradient, where a backend has a kernel and nobody looks."""
+    r = request
+    if _audience((r.query, r.key, r.scale, r.bias)).looks:
+        return None
+    backend = backends.choose(r)
+    with torch.no_grad():
+        return None if backend.top is None else backend.top(r, k)
 
 
 def score_tiles(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice, Tensor]]]]:

@@ -60,5 +60,7 @@ class Backend:
     # sum_i weight_i exp(s_ij - peak_i) of every key: request, peak, weight, whether groups of queries share the keys
     column_sums: Callable[[Request, Tensor, Tensor, bool], Tensor] | None = None
     divergences: Divergences | None = None
+    # the k best scores of every row and their keys, in falling order; None where it has no kernel
+    top: Callable[[Request, int], tuple[Tensor, Tensor] | None] | None = None
     # statistics of rows added to the totals of their heads, in one walk; False where it does not serve them
     accumulate: Callable[..., bool] | None = None

@@ -21,6 +21,9 @@ from partita.engine.backends.native.divergence import divergence as pair_diverge
 from partita.engine.backends.native.plain_attention import attention
 from partita.engine.backends.native.received import received
 from partita.engine.backends.native.statistics import accumulate
+from partita.engine.backends.native.top import LARGEST
+from partita.engine.backends.native.top import top as best
+from partita.engine.backends.parts import backward_parts, forward_parts, parts
 from partita.engine.backends.protocol import Backend, BothWays, Divergences, Gradients, Needs
 from partita.engine.backends.tiled import columns, pair
 from partita.engine.divergences import Record
@@ -37,7 +40,7 @@ def why_not(request: Request) -> str | None:
     """None, or why the native library cannot serve this request."""
     if request.query.device.type != "cpu":
         return f"it serves CPU tensors, these are on {request.query.device}"
-    if len(request.terms) > 1 and _union_bytes(request) > _LARGEST_MASK:
+    if len(request.terms) > 1 and parts(request) is None and _union_bytes(request) > _LARGEST_MASK:
         return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
     if request.cap_bias and request.softcap is not None and request.bias is not None:
         return "it adds a bias after the softcap, not before"
@@ -86,34 +89,39 @@ def _operands(
 
 
 def forward(request: Request) -> Sums:
-    found = reduce.reduce(
-        *_operands(request),
-        moments=request.statistics,
-        rank=request.rank,
-        mean=request.mean,
-        as_query=request.as_query,
-        last=request.last,
-        extremes=request.extremes,
+    found = parts(request) if len(request.terms) > 1 else None
+    sums = _forward(request) if found is None else forward_parts(request, found, _forward)
+    return tiled.forward(request) if sums is None else sums
+
+
+def _forward(r: Request) -> Sums | None:
+    return reduce.reduce(
+        *_operands(r),
+        moments=r.statistics,
+        rank=r.rank,
+        mean=r.mean,
+        as_query=r.as_query,
+        last=r.last,
+        extremes=r.extremes,
     )
-    return tiled.forward(request) if found is None else found
 
 
 def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+    def one(part: Request) -> dict[str, Tensor] | None:
+        return _backward(part, peak, g, needs)
+
+    found = parts(request) if len(request.terms) > 1 else None
+    grads = one(request) if found is None else backward_parts(found, one)
+    return tiled.backward(request, peak, g, needs) if grads is None else grads
+
+
+def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor] | None:
     query, key, value, scale, bias = needs
-    found = reduce.reduce_backward(
-        *_operands(request),
-        peak,
-        g.mass,
-        g.first,
-        g.second,
-        g.moment,
-        g.target,
-        (query, key, value, scale, bias),
-    )
+    wanted = (query, key, value, scale, bias)
+    found = reduce.reduce_backward(*_operands(r), peak, g.mass, g.first, g.second, g.moment, g.target, wanted)
     if found is None:
-        return tiled.backward(request, peak, g, needs)
-    pairs = zip(OPERANDS, found, strict=True)
-    return {name: grad for name, grad in pairs if grad is not None}
+        return None
+    return {name: grad for name, grad in zip(OPERANDS, found, strict=True) if grad is not None}
 
 
 # ---- kernels of its own ---------------------------------------------------------------------------------------------
@@ -177,10 +185,21 @@ def both_ways_backward(
 
 
 def column_sums(request: Request, peak: Tensor, weight: Tensor, shared: bool) -> Tensor:
-    r = request
-    rows = (*r.batch, r.n_query)
-    found = received(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, peak.double().expand(rows), weight, shared)
-    return columns.column_sums(request, peak, weight, shared) if found is None else found
+    """What every key receives; terms that are apart add up."""
+    peak = peak.double().expand(*request.batch, request.n_query)
+    total: Tensor | None = None
+    for r in (parts(request) if len(request.terms) > 1 else None) or (request,):
+        found = received(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, peak, weight, shared)
+        if found is None:
+            return columns.column_sums(request, peak, weight, shared)
+        total = found if total is None else total + found
+    assert total is not None
+    return total
+
+
+def top(r: Request, k: int) -> tuple[Tensor, Tensor] | None:
+    """The k best scores of every row and their keys; None where that has no kernel."""
+    return best(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, k) if k <= LARGEST else None
 
 
 _FEW = 32  # batch entries, which are gone through one by one
@@ -195,7 +214,8 @@ def weighted_divergence(
     tiny = math.prod(batch) > _FEW and p.n_query * p.n_key < _SMALL
     if tiny or p.softcap is not None or q.softcap is not None:
         return None
-    one, other = (Operands(r.query, r.key, r.scale, r.bias, _terms(r)) for r in (p, q))
+    terms = (r.terms if len(r.terms) > 1 else _terms(r) for r in (p, q))  # a union is written out for a chunk of rows
+    one, other = (Operands(r.query, r.key, r.scale, r.bias, t) for r, t in zip((p, q), terms, strict=True))
     return pair_divergence(one, other, batch, kind, beta, weight, needs)
 
 
@@ -222,6 +242,7 @@ BACKEND = Backend(
     weighted_nll,
     BothWays(both_ways, both_ways_backward),
     column_sums=column_sums,
+    top=top,
     divergences=Divergences(divergence, divergence_backward, weighted_divergence),
     accumulate=accumulate,
 )

@@ -32,7 +32,7 @@ _SMALL_KEYS = 1 << 19  # bytes
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """One distribution: as a request has them, with at most one term."""
+    """One distribution: as a request has them."""
 
     query: Tensor  # (*b, Q, D)
     key: Tensor  # (*b, K, D)
@@ -69,10 +69,10 @@ class _Side:
         self.toward = zeros(self.need["query"] or self.need["scale"], (*rows, query.shape[-1]))
         self.grad_key = zeros(self.need["key"], self.key.shape)
         self.grad_bias = zeros(self.need["bias"], () if x.bias is None else x.bias.shape)
-        term = x.terms[0] if x.terms else None
+        term = x.terms[0] if len(x.terms) == 1 else None
         by_interval = term is not None and term.mask is None and term.query_segment is None and not term.hole
         self.start, self.stop = (term.start, term.stop) if term is not None and by_interval else (None, None)
-        self.masked = term is not None and not by_interval
+        self.masked = bool(x.terms) and not by_interval
         self.by_class = self.bias is not None and self.bias.shape[-2] == 1 and self.bias.shape[-1] > 1
 
     def mask(self, rows: slice, n_key: int) -> Tensor | None:

@@ -22,6 +22,7 @@ __all__ = [
     "SOFTMAX_ROWS",
     "STATISTICS",
     "SUMS",
+    "TOP",
     "Layout",
     "disagreement",
 ]
@@ -254,7 +255,15 @@ DIVERGENCE_ROWS = Layout(
     record      ptr  (6, rows) result
     """,
 )
-STRUCTURES = (PROBLEM, SUMS, GRADIENTS, ATTENTION, SOFTMAX_ROWS, LOGITS, STATISTICS, COLUMNS, DIVERGENCE_ROWS)
+TOP = Layout(
+    "PartitaTop",
+    """
+    k      i64  how many, at least 1
+    score  ptr  (B, Q, k) result, in falling order, like the next
+    index  ptr  (B, Q, k) int64
+    """,
+)
+STRUCTURES = (PROBLEM, SUMS, GRADIENTS, ATTENTION, SOFTMAX_ROWS, LOGITS, STATISTICS, COLUMNS, DIVERGENCE_ROWS, TOP)
 
 
 def disagreement(reported: str) -> str | None:
