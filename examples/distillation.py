@@ -2,8 +2,8 @@
 
     python examples/distillation.py [--quick] [--figure docs/figures/distillation.svg]
 
-A wide recurrent model of words is trained here on a Bible, where pythonbible is installed, or on the text that ships with
-Python. Then two narrow ones learn from it alone: one by KL(teacher||student), which covers all that the teacher
+A wide recurrent model of words is trained here on a Bible, where pythonbible is installed, or on the text that ships
+with Python. Then two narrow ones learn from it alone: one by KL(teacher||student), which covers all that the teacher
 does, one by KL(student||teacher), which keeps to what the teacher does most.
 """
 

@@ -88,7 +88,7 @@ def test_a_cache_lets_go_and_reads_on(tmp_path: Path) -> None:
     """Both kinds of cache, at a small size; what the numbers say at full size stands in the log."""
     pytest.importorskip("transformers")
     out = run("examples/cache_eviction.py", "--quick", "--figure", str(tmp_path / "figure.svg"))
-    found = re.findall(r"(\d+) of 256 keys +most received and recent ([\d.]+) +recent only ([\d.]+)", out)
+    found = re.findall(r"(\d+) of 256 keys +half of them most received ([\d.]+) +recent only ([\d.]+)", out)
     assert [int(size) for size, _, _ in found] == [16, 64]
     assert all(float(x) > 1 for _, *row in found for x in row)
     assert (tmp_path / "figure.svg").read_text().startswith("<svg")

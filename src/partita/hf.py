@@ -199,6 +199,7 @@ def _forward(
         mask = torch.where(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf, mask)
     elif mask is not None:
         mask = mask[..., : key.shape[2]].bool()
+    received: list[Tensor]
     out, stats, *received = attention(
         query,
         key,
