@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from partita import engine as engine
     from partita import errors as errors
     from partita import hf as hf
+    from partita import hf_cache as hf_cache
     from partita import losses as losses
     from partita import metrics as metrics
     from partita import monitor as monitor
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from partita._signatures import nt_xent_loss as nt_xent_loss
     from partita._signatures import supcon_loss as supcon_loss
     from partita.attn import attention as attention
+    from partita.attn import attention_divergence as attention_divergence
     from partita.calibration import fit_temperature as fit_temperature
+    from partita.comparison import divergence as divergence
     from partita.contrastive import ContrastStats as ContrastStats
     from partita.contrastive import joint_loss as joint_loss
     from partita.contrastive import siglip_loss as siglip_loss
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from partita.gibbs import Gibbs as Gibbs
     from partita.gibbs import explain as explain
     from partita.interception import replace_sdpa as replace_sdpa
+    from partita.losses import ClassStats as ClassStats
     from partita.losses import LossStats as LossStats
     from partita.losses import distillation_loss as distillation_loss
     from partita.losses import focal_loss as focal_loss
@@ -61,17 +65,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "ClassStats": "losses",
     "ContrastStats": "contrastive",
     "Gibbs": "gibbs",
     "LossStats": "losses",
     "State": "engine",
     "Stats": "engine",
     "attention": "attn",
+    "attention_divergence": "attn",
     "backend": "engine",
     "backends": "engine.backends",
     "clip_loss": "contrastive",
     "cross_entropy": "losses",
     "distillation_loss": "losses",
+    "divergence": "comparison",
     "explain": "gibbs",
     "fit_temperature": "calibration",
     "focal_loss": "losses",
@@ -101,6 +108,7 @@ _MODULES = (
     "engine",
     "errors",
     "hf",
+    "hf_cache",
     "losses",
     "metrics",
     "monitor",
