@@ -38,7 +38,6 @@ LAYERS = {
     "distributed": 4,
     "processes": 4,
     "hf": 6,
-    "hf_cache": 6,
     "interception": 6,
     "adapters": 6,
     "monitor": 7,
@@ -60,7 +59,6 @@ BESIDE = {
     ("distributed", "processes"),
     ("distributed", "rows"),
     ("hf", "interception"),
-    ("hf_cache", "hf"),
     ("processes", "gibbs"),
     ("processes", "rows"),
 }
@@ -188,7 +186,7 @@ def _without_type_checking(tree: ast.Module) -> ast.Module:
 def test_torch_is_the_only_dependency_below_lab():
     allowed = {"torch", "partita", *sys.stdlib_module_names}
     for path in files():
-        if part_of(path) in ("lab", "hf", "hf_cache", "monitor", "control", "adapters"):
+        if part_of(path) in ("lab", "hf", "monitor", "control", "adapters"):
             continue
         for node in ast.walk(_without_type_checking(ast.parse(path.read_text()))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import partita
-from partita.interception import SDPA
+from partita.interception import SDPA, SOFTMAX
 from partita.monitor.compiled import MODULE_CALL
-from partita.monitor.functions import HEADS, SOFTMAX
+from partita.monitor.functions import HEADS
 from partita.monitor.kernel import laid_out
 from partita.monitor.modules import followed, is_attention
 
