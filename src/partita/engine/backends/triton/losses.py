@@ -2,7 +2,7 @@
 
     sum_i weight_i nll_i       nll_i = log Z_i - s_i,target       s_ij = scale_i <query_i, key_j> + bias_j
 
-A chunk of rows at a time: torch makes its logits in float32 and multiplies its gradient, kernels make the sums and the
+A chunk of rows at a time: torch makes its logits in the dtype of the sums and multiplies its gradient, kernels make the sums and the
 gradient. Nothing of size Q * K is held, and the products are those of the vendor's library. Nothing is added in an order
 that could change: the same bits each time.
 Legend: Q rows, K keys (classes), D features, n rows of a chunk. Nothing here is differentiable.
@@ -21,13 +21,12 @@ from torch import Tensor
 from partita.engine.backends.protocol import BothWays, Gradients, Needs
 from partita.engine.request import Request
 from partita.engine.sums import Sums
-from partita.precision import no_autocast
+from partita.precision import accumulation_dtype, no_autocast
 
 __all__ = ["BOTH_WAYS", "both_ways", "both_ways_backward", "weighted_nll"]
 
-_CHUNK_BYTES = 256 << 20  # of float32 logits: 512 rows of 128k classes, enough rows for a product at full speed
+_CHUNK_BYTES = 256 << 20  # of logits: 512 rows of 128k classes, enough rows for a product at full speed
 _BAND = 8192  # keys whose gradient is added at a time, where it is summed in more digits than it is multiplied in
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Work of a program. All kernels here are bound by memory: 16 numbers for each of 128 threads are enough in flight.
 _ROW_COLUMNS = 2048  # of a row at a time
 _TILE_ROWS, _TILE_COLUMNS = 16, 128  # of column sums and of a gradient
@@ -38,8 +37,8 @@ def _kernels() -> Any:
 
 
 def _wide(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, not rounded to the dtype of its operands."""
-    if a.dtype == torch.float32:
+    """a @ b in the dtype of the sums, not rounded to that of half operands."""
+    if accumulation_dtype(a.dtype) == a.dtype:
         return torch.mm(a, b)
     if a.device.type == "cpu":  # the interpreter's stand-in for a device
         return torch.mm(a.float(), b.float())
@@ -48,8 +47,8 @@ def _wide(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, for a total in float32."""
-    if a.dtype == torch.float32:
+    """total += a @ b, for a total in the dtype of the sums."""
+    if a.dtype == total.dtype:
         total.addmm_(a, b)
         return
     for start in range(0, total.shape[0], _BAND):  # a band at a time: the product needs memory of its own
@@ -75,28 +74,28 @@ class _Loss:
 
     query: Tensor  # (Q, D)
     key: Tensor  # (K, D)
-    scale: Tensor  # (Q,) float32
-    bias: Tensor | None  # (K,) float32
+    scale: Tensor  # (Q,), as the bias in the dtype of the sums
+    bias: Tensor | None  # (K,)
     target: Tensor  # (Q,) int64
     chunk_bytes: int
 
     @staticmethod
     def of(r: Request, chunk_bytes: int) -> _Loss:
         assert r.target is not None
-        bias = None if r.bias is None else r.bias[0].float().expand(r.n_key).contiguous()
-        scale = r.scale.float().expand(r.n_query).contiguous()
+        bias = None if r.bias is None else r.bias[0].to(r.dtype).expand(r.n_key).contiguous()
+        scale = r.scale.expand(r.n_query).contiguous()
         return _Loss(r.query, r.key, scale, bias, r.target.contiguous(), chunk_bytes)
 
     def each_chunk(self, work: Callable[[slice, Tensor], None]) -> None:
         """work(rows, logits) for one chunk after the other; the logits are its own, and gone when it returns."""
         n, K = len(self.query), len(self.key)
-        chunks = min(n, max(1, -(-n * K * 4 // self.chunk_bytes)))
+        chunks = min(n, max(1, -(-n * K * self.scale.itemsize // self.chunk_bytes)))
         for k in range(chunks):
             rows = slice(n * k // chunks, n * (k + 1) // chunks)
             work(rows, _wide(self.query[rows], self.key.t()))
 
     def empty_rows(self) -> Tensor:
-        return torch.empty(len(self.query), dtype=torch.float32, device=self.query.device)
+        return torch.empty_like(self.scale)
 
     def row_sums(self, logits: Tensor, rows: slice, out: _RowSums) -> None:
         n, K = logits.shape
@@ -118,7 +117,7 @@ class _Loss:
     ) -> Tensor:  # (n, K) in the dtype of the operands
         """ds of a chunk, in the place of its logits where the dtype allows."""
         n, K = logits.shape
-        out = logits if self.query.dtype == torch.float32 else torch.empty_like(logits, dtype=self.query.dtype)
+        out = logits if self.query.dtype == logits.dtype else torch.empty_like(logits, dtype=self.query.dtype)
         bias = self.scale if self.bias is None else self.bias
         grid = (-(-n // _TILE_ROWS), -(-K // _TILE_COLUMNS))
         _kernels().gradient[grid](
@@ -134,10 +133,9 @@ class _Pull:
 
     def __init__(self, loss: _Loss, needs: Needs, unit: Tensor | None = None):
         need_query, need_key, _, need_scale, need_bias = needs
-        device = loss.query.device
         self.loss, self.unit = loss, unit
         self.query = torch.empty_like(loss.query) if need_query else None
-        self.key = torch.zeros(loss.key.shape, dtype=torch.float32, device=device) if need_key else None
+        self.key = torch.zeros_like(loss.key, dtype=loss.scale.dtype) if need_key else None
         self.scale = loss.empty_rows() if need_scale else None
         self.bias = torch.zeros_like(loss.bias) if need_bias and loss.bias is not None else None
 
@@ -153,7 +151,7 @@ class _Pull:
         if self.key is not None:
             _add_product(self.key, ds.t(), (query * sharp).to(ds.dtype))
         if self.bias is not None:
-            self.bias += ds.sum(0, dtype=torch.float32)
+            self.bias += ds.sum(0, dtype=self.bias.dtype)
 
     def _in_full(self, grad: Tensor) -> Tensor:
         """A gradient with the factor that was kept out of ds."""
@@ -179,11 +177,11 @@ def weighted_nll(
     """nll of every row, and the gradients of their weighted sum; None where that has no kernel or is not finite."""
     r = request
     flat = r.query.dim() == 2 and not r.terms and r.softcap is None and r.target is not None and r.target.dim() == 1
-    if not flat or not r.n_query or r.query.dtype not in _DTYPES or (r.bias is not None and r.bias.shape[-2] != 1):
+    if not flat or not r.n_query or (r.bias is not None and r.bias.shape[-2] != 1):
         return None
     with no_autocast(r.query):
         loss = _Loss.of(r, chunk_bytes)
-        by_row = weight.to(torch.float32).expand(r.n_query)
+        by_row = weight.to(r.dtype).expand(r.n_query)
         sums, pull = _RowSums(*(loss.empty_rows() for _ in range(3))), _Pull(loss, needs)
 
         def work(rows: slice, logits: Tensor) -> None:
@@ -201,8 +199,6 @@ def weighted_nll(
 def both_ways(request: Request, *, chunk_bytes: int = _CHUNK_BYTES) -> tuple[Sums, Sums] | None:
     """Row and column sums of one product, and the scores of the diagonal; None where one is not finite."""
     r = request
-    if r.query.dtype not in _DTYPES:
-        return None
     with no_autocast(r.query):
         loss = _Loss.of(r, chunk_bytes)
         sums = _RowSums(*(loss.empty_rows() for _ in range(3)))
@@ -232,7 +228,7 @@ def both_ways_backward(
     """Gradients of both nlls: the logits once more, then one product for each side."""
     r = request
     peak, mass, column_peak, column_mass = sums
-    down, across = (x.float() for x in g)
+    down, across = (x.to(r.dtype) for x in g)
     # An upstream of 1/n times a probability is below what float16 can hold: it is kept out of ds, and comes back last.
     unit = torch.maximum(down.abs().amax(), across.abs().amax())
     unit = torch.where(unit == 0, 1.0, unit)

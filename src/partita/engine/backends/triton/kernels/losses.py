@@ -1,6 +1,6 @@
 """What a loss asks of a chunk of logits, besides its products: sums by rows, sums by columns, and the gradient.
 
-    s_ij = scale_i logit_ij + bias_j                     logit_ij = <query_i, key_j>, float32, made by torch
+    s_ij = scale_i logit_ij + bias_j                     logit_ij = <query_i, key_j>, made by torch
     rows      peak_i = max_j s_ij        mass_i = sum_j exp(s_ij - peak_i)        score_i = s_i,target_i
     columns   the same over i, added to what earlier chunks left
     gradient  ds_ij = g_i exp(s_ij - peak_i) + h_j exp(s_ij - column_peak_j) + t_i [j = target_i]
@@ -24,7 +24,7 @@ def _level(peak):
 
 @triton.jit
 def row_sums(
-    logits,  # (n, n_key) float32, rows `stride` apart
+    logits,  # (n, n_key) in the dtype of the sums, rows `stride` apart
     scale,  # (n,)
     bias,  # (n_key,)
     target,  # (n,) int64; out of range where there is none
@@ -41,9 +41,10 @@ def row_sums(
     sharp = tl.load(scale + i)
     lane = tl.arange(0, COLUMNS)
     # each lane keeps a softmax of its own; they are joined once, after the loop
-    top = tl.full((COLUMNS,), float("-inf"), tl.float32)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    sound = tl.zeros((COLUMNS,), tl.float32)
+    ACC: tl.constexpr = logits.dtype.element_ty
+    top = tl.full((COLUMNS,), float("-inf"), ACC)
+    total = tl.zeros((COLUMNS,), ACC)
+    sound = tl.zeros((COLUMNS,), ACC)
     for start in range(0, n_key, COLUMNS):
         j = start + lane
         inside = j < n_key
@@ -70,7 +71,7 @@ def row_sums(
 
 @triton.jit
 def column_sums(
-    logits,  # (n, n_key) float32, rows `stride` apart
+    logits,  # (n, n_key) in the dtype of the sums, rows `stride` apart
     scale,  # (1,): a column has no row of its own
     peak,  # (n_key,) in and out
     mass,  # (n_key,) in and out
@@ -100,7 +101,7 @@ def column_sums(
 
 @triton.jit
 def gradient(
-    logits,  # (n, n_key) float32, rows `stride` apart
+    logits,  # (n, n_key) in the dtype of the sums, rows `stride` apart
     scale,  # (n,)
     bias,  # (n_key,)
     target,  # (n,) int64
