@@ -2,8 +2,8 @@
 
 A backend answers `why_not(request)` with None or a reason, and offers `forward` and `backward` of a request. It may
 offer kernels for three reads that need less than a pass and its backward; their definition is the ordinary pass.
-One named by the caller that cannot serve raises with its reason; "auto" takes the first of the table that can. Adding a
-backend is adding a folder here, and a row below.
+One named by the caller that cannot serve raises with its reason; "auto" takes the first of the table that can and may
+be taken unasked. Adding a backend is adding a folder here, and a row below.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import overload
 
-from partita.engine.backends import native, tiled
+from partita.engine.backends import native, tiled, triton
 from partita.engine.backends.protocol import Backend
 from partita.engine.request import Request
 from partita.errors import BackendError
@@ -24,6 +24,7 @@ TABLE = {
     entry.name: entry
     for entry in (
         native.BACKEND,
+        triton.BACKEND,
         Backend("tiled", "on any device, slower than native", tiled.always, tiled.forward, tiled.backward),
         Backend("dense", "but holds every score at once", tiled.always, tiled.forward_whole, tiled.backward_whole),
     )
@@ -88,7 +89,7 @@ def choose(request: Request, name: str = "") -> Backend:
         if reason is not None:
             raise BackendError(f"backend {name!r} cannot serve this request: {reason}. Use backend('auto').")
         return entry
-    return next(entry for entry in TABLE.values() if entry.why_not(request) is None)
+    return next(entry for entry in TABLE.values() if (entry.why_not(request) or entry.unasked(request)) is None)
 
 
 def explain(request: Request) -> str:
@@ -98,5 +99,6 @@ def explain(request: Request) -> str:
     lines = [f"{serving} serves" + (" (asked for)" if asked != "auto" else "")]
     for name, entry in TABLE.items():
         if name != serving:
-            lines.append(f"{name}: {entry.why_not(request) or 'could serve too, ' + entry.place}")
+            reason = entry.why_not(request) or entry.unasked(request)
+            lines.append(f"{name}: {reason or 'could serve too, ' + entry.place}")
     return "\n".join(lines)

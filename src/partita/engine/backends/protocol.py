@@ -42,3 +42,5 @@ class Backend:
     both_ways: BothWays | None = None
     # statistics of rows added to the totals of their heads, in one walk; False where it does not serve them
     accumulate: Callable[..., bool] | None = None
+    # why "auto" passes by a request that it could serve if it were named
+    unasked: Callable[[Request], str | None] = lambda request: None

@@ -1,0 +1,97 @@
+"""What every kernel shares: which keys a tile's rows see, and their scores.
+
+    s2 = log2(e) (softcap(scale <query, key>) + bias)        -inf where a row does not see a key
+
+Scores are in base 2, since a GPU has exp2 and no exp: one multiplication less for every score. What leaves a kernel is
+natural again. Legend: M rows of a tile, N its keys; `rows` and `cols` are their indices.
+
+Every switch is a constexpr, so what is not asked for costs nothing:
+    BIAS          0 none, 1 by row, 2 by key, 3 dense          CAP_BIAS    it is added before the softcap
+    START, STOP   row intervals       SEGMENT  ids             MASK, HOLE  as in `engine.terms`
+    SOFTCAP       0.0 is none         PRECISION                of float32 products: ieee or tf32
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e5)  # exp2 of it is 0, its square is finite in float32
+
+
+@triton.jit
+def tanh(x):
+    """Odd, and right to the last digits near 0: 1 - 2 / (1 + exp(2 x)) alone would have none of them left there."""
+    size = tl.abs(x)
+    t = tl.exp2(-2.8853900817779268 * size)  # exp(-2 size)
+    far = (1 - t) / (1 + t)
+    if x.dtype == tl.float64:
+        return tl.where(x < 0, -far, far)
+    # the series of tanh(x) / x up to x^12: what is left out is below a unit of float32 up to 0.4
+    z = x * x
+    near = -0.0088632355 + z * 0.0035921280
+    near = 0.0218694885 + z * near
+    near = -0.0539682540 + z * near
+    near = 0.1333333333 + z * near
+    near = -0.3333333333 + z * near
+    return tl.where(size < 0.4, x + x * z * near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def visibility(
+    rows, cols, start, stop, segment, key_segment_at, mask_at,
+    key_segment_col, mask_row, mask_col, n_query, n_key,
+    START: tl.constexpr, STOP: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr,
+):  # fmt: skip
+    """Which keys each row sees, (M, N), as far as the support tells; start, stop and segment are those of the rows."""
+    seen = (rows < n_query)[:, None] & (cols < n_key)[None, :]
+    inside = seen
+    if START:
+        seen = seen & (cols[None, :] >= start[:, None])
+    if STOP:
+        seen = seen & (cols[None, :] < stop[:, None])
+    if SEGMENT:
+        own = tl.load(key_segment_at + cols * key_segment_col, mask=cols < n_key, other=0)
+        seen = seen & (segment[:, None] == own[None, :])
+    if MASK:
+        shown = tl.load(mask_at + rows[:, None] * mask_row + cols[None, :] * mask_col, mask=inside, other=0)
+        seen = seen & (shown != 0)
+    if HOLE:
+        seen = seen & (rows[:, None] != cols[None, :])
+    return seen
+
+
+@triton.jit
+def scores(
+    product, seen, scale, rows, cols, bias_at, bias_row, bias_col, n_query, n_key,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile in base 2, what is seen of it now that biases of -inf are known, and the softcap's slope."""
+    slope = product
+    if BIAS == 0:
+        if SOFTCAP == 0.0:
+            s2 = product * (scale * LOG2E)[:, None]
+        else:
+            t = tanh(product * (scale / SOFTCAP)[:, None])
+            s2 = t * (SOFTCAP * LOG2E)
+            slope = 1 - t * t
+    else:
+        if BIAS == 1:
+            bias = tl.load(bias_at + rows * bias_row, mask=rows < n_query, other=0.0)[:, None]
+        elif BIAS == 2:
+            bias = tl.load(bias_at + cols * bias_col, mask=cols < n_key, other=0.0)[None, :]
+        else:
+            bias = tl.load(bias_at + rows[:, None] * bias_row + cols[None, :] * bias_col, mask=seen, other=0.0)
+        bias = bias.to(product.dtype)
+        seen = seen & (bias != float("-inf"))
+        if SOFTCAP == 0.0:
+            s2 = product * (scale * LOG2E)[:, None] + bias * LOG2E
+        elif CAP_BIAS:
+            t = tanh((product * scale[:, None] + bias) * (1.0 / SOFTCAP))
+            s2 = t * (SOFTCAP * LOG2E)
+            slope = 1 - t * t
+        else:
+            t = tanh(product * (scale / SOFTCAP)[:, None])
+            s2 = t * (SOFTCAP * LOG2E) + bias * LOG2E
+            slope = 1 - t * t
+    return tl.where(seen, s2, float("-inf")), seen, slope
