@@ -13,6 +13,7 @@ import torch
 from partita.engine.backends.one_term import too_large
 from partita.engine.backends.protocol import Backend
 from partita.engine.backends.triton.launch import interpreted
+from partita.engine.backends.triton.losses import BOTH_WAYS, weighted_nll
 from partita.engine.backends.triton.reduce import backward, forward
 from partita.engine.request import Request
 
@@ -48,4 +49,13 @@ def _unasked(request: Request) -> str | None:
     return None
 
 
-BACKEND = Backend("triton", "but another was asked for", why_not, forward, backward, unasked=_unasked)
+BACKEND = Backend(
+    "triton",
+    "but another was asked for",
+    why_not,
+    forward,
+    backward,
+    weighted_nll=weighted_nll,
+    both_ways=BOTH_WAYS,
+    unasked=_unasked,
+)

@@ -10,6 +10,7 @@ begins stands in `offsets` (one row of B numbers per operand): any broadcast and
     SPLIT    the keys are shared out over several programs, each of which leaves raw sums for `decode.merge`
     DOT      dtype of the factors of a product: the operands' own, but float32 for bfloat16 in the interpreter
     INDEX    int64 where an operand's entry is too large for offsets in int32
+    ALIGN    what divides the offsets of query, key and value: told, 16 bytes are read at once, and not one number
 """
 
 import triton
@@ -108,7 +109,7 @@ def forward(
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
     START: tl.constexpr, STOP: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr,
     SPLIT: tl.constexpr, CAREFUL: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     LOW: tl.constexpr = query.dtype.element_ty
     COUNTED: tl.constexpr = (BIAS > 0) | SEGMENT | MASK
@@ -127,14 +128,14 @@ def forward(
     dv = tl.arange(0, BLOCK_V).to(INDEX)
 
     # where this entry begins in each operand: the rows of `offsets`, in the order of the arguments
-    query_at = query + tl.load(offsets + entry)
-    key_at = key + tl.load(offsets + n_batch + entry)
+    query_at = query + tl.multiple_of(tl.load(offsets + entry), ALIGN)
+    key_at = key + tl.multiple_of(tl.load(offsets + n_batch + entry), ALIGN)
     q = tl.load(
         query_at + wide[:, None] * query_row + d[None, :] * query_col, mask=there[:, None] & (d < D)[None, :], other=0.0
     ).to(DOT)
     value_at = value
     if VALUE:
-        value_at = value + tl.load(offsets + 2 * n_batch + entry)
+        value_at = value + tl.multiple_of(tl.load(offsets + 2 * n_batch + entry), ALIGN)
     scale_at = scale + tl.load(offsets + 3 * n_batch + entry)
     sharp = tl.load(scale_at + wide * scale_row, mask=there, other=0.0)
     bias_at = bias
