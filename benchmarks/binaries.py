@@ -43,7 +43,7 @@ class Counts:
 @dataclass(frozen=True)
 class Resources:
     registers: int  # per thread
-    spilled: int  # bytes per thread (NVIDIA), vector and scalar registers (AMD)
+    spilled: int  # bytes per thread, of memory that holds what registers do not
     shared_bytes: int
     warps: int
     stages: int
@@ -110,6 +110,5 @@ def _amd(text: str, shared: int, warps: int, stages: int) -> Resources:
 
     names = re.findall(r"^\s+([vs]_\w+|ds_\w+|buffer_\w+|global_\w+)\b", text, re.MULTILINE)
     tensor = next((name for name in names if name.startswith("v_mfma_")), "")
-    spilled = number("vgpr_spill_count") + number("sgpr_spill_count")
     registers = number("vgpr_count") + number("agpr_count")
-    return Resources(registers, spilled, shared, warps, stages, tensor, Counts.of(names), None)
+    return Resources(registers, number("private_segment_fixed_size"), shared, warps, stages, tensor, Counts.of(names), None)
