@@ -27,6 +27,8 @@ __all__ = ["Launch", "Operands", "interpreted", "padded", "target_of"]
 
 _KERNELS = "partita.engine.backends.triton.kernels"
 _INT32 = 2**31 - 1
+_CPU = torch.device("cpu")  # named: a default device is not ours to follow
+_CACHED = 4096  # batch entries of a table that is kept for the next call
 _TAIL = {
     "query": 2, "key": 2, "value": 2, "scale": 1, "bias": 2, "target": 1, "start": 1, "stop": 1,
     "query_segment": 1, "key_segment": 1, "mask": 2, "moment": 2,
@@ -180,12 +182,32 @@ class Operands:
             if t is not None
         )
 
+    def members(self, shared: tuple[int, ...]) -> Tensor:
+        """(groups, members) int32: the batch entries that share an operand with these batch dimensions."""
+        return _members(self.batch, shared, self.request.query.device)
+
 
 def _make_table(batch: tuple[int, ...], lies: Sequence[Any], device: torch.device) -> Tensor:
-    nowhere = torch.zeros(math.prod(batch), dtype=torch.int64)
-    rows = [nowhere if x is None else offsets(batch, *x) for x in lies]
     with torch.inference_mode(False):
-        return torch.stack(rows).to(device)
+        nowhere = torch.zeros(math.prod(batch), dtype=torch.int64, device=_CPU)
+        return torch.stack([nowhere if x is None else offsets(batch, *x) for x in lies]).to(device)
 
 
-_table = functools.lru_cache(maxsize=256)(_make_table)
+def _make_members(batch: tuple[int, ...], shared: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        entries = torch.arange(math.prod(batch), dtype=torch.int32, device=_CPU).view(batch)
+        inner = [i for i, n in enumerate(shared) if n == 1]
+        outer = [i for i, n in enumerate(shared) if n != 1]
+        return entries.permute(*outer, *inner).reshape(math.prod(shared), -1).contiguous().to(device)
+
+
+_kept_table = functools.lru_cache(maxsize=64)(_make_table)
+_kept_members = functools.lru_cache(maxsize=64)(_make_members)
+
+
+def _table(batch: tuple[int, ...], lies: Sequence[Any], device: torch.device) -> Tensor:
+    return (_kept_table if math.prod(batch) <= _CACHED else _make_table)(batch, lies, device)
+
+
+def _members(batch: tuple[int, ...], shared: tuple[int, ...], device: torch.device) -> Tensor:
+    return (_kept_members if math.prod(batch) <= _CACHED else _make_members)(batch, shared, device)

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from partita._checks import broadcast
 from partita.engine.backends import tiled
 from partita.engine.backends.one_term import one_term
 from partita.engine.backends.triton.launch import Launch, Operands, target_of
-from partita.engine.backends.triton.tiles import tile
+from partita.engine.backends.triton.tiles import Tile, tile
 from partita.engine.request import Request
-from partita.engine.sums import Sums, Upstream
+from partita.engine.sums import OPERANDS, Sums, Upstream
+from partita.engine.terms import Term
 
 __all__ = ["backward", "forward"]
 
@@ -85,5 +87,115 @@ def forward(request: Request) -> Sums:
     return Sums(peak, mass, count, first, spread, statistics, moment, mean, score, rank)
 
 
+def _boost(g: Upstream) -> Tensor:
+    """A power of two that makes the largest gradient about 1: float16 would lose what is 1e-7 of nothing much."""
+    largest = [x.abs().amax() for x in (g.mass, g.first, g.second, g.moment, g.target) if x is not None]
+    top = torch.stack(largest).amax()
+    return torch.where(top.isfinite() & (top > 0), torch.exp2(-torch.floor(torch.log2(top))), torch.ones_like(top))
+
+
+def _times(g: Upstream, factor: Tensor) -> Upstream:
+    rows = (None if x is None else x * factor for x in (g.moment, g.target))
+    return Upstream(g.mass * factor, g.first * factor, g.second * factor, *rows)
+
+
+def _row_bounds(term: Term, n_query: int, n_key: int, batch: tuple[int, ...], shape: Tile) -> Tensor:
+    """(*batch, key tiles, 2) int32: the first row, and the row after the last, that may see a key of a tile."""
+    known = term.start if term.start is not None else term.stop
+    assert known is not None
+    device = known.device
+    down, across = -(-n_query // shape.rows), -(-n_key // shape.keys)
+
+    def by_tile(bound: Tensor | None, default: int, outside: int) -> Tensor:  # (*b, row tiles, rows of a tile)
+        bound = torch.full_like(known, default) if bound is None else bound.clamp(0, n_key).to(torch.int32)
+        full = torch.nn.functional.pad(bound, (0, down * shape.rows - n_query), value=outside)
+        return full.view(*full.shape[:-1], down, shape.rows)
+
+    low = by_tile(term.start, 0, n_key).amin(-1)[..., None]
+    high = by_tile(term.stop, n_key, 0).amax(-1)[..., None]
+    here = torch.arange(across, dtype=torch.int32, device=device) * shape.keys
+    row = torch.arange(down, dtype=torch.int32, device=device)[:, None] * shape.rows
+    meets = (low < here + shape.keys) & (high > here)
+    first = torch.where(meets, row, n_query).amin(-2)
+    last = torch.where(meets, row + shape.rows, 0).amax(-2)
+    return torch.stack([first, last], -1).expand(*batch, across, 2).contiguous()
+
+
 def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
-    return tiled.backward(request, peak, g, needs)
+    r = request
+    if _nothing(r):
+        return tiled.backward(r, peak, g, needs)
+    wanted = {name for name, needed in zip(OPERANDS, needs, strict=True) if needed and getattr(r, name) is not None}
+    device, batch, K = r.query.device, r.batch, r.n_key
+    given = Operands.of(r, one_term(r))
+    valued, aimed = g.moment is not None, g.target is not None and r.target is not None
+    switches = given.switches() | {"LEVEL": 2 if r.statistics else 0, "VALUE": valued, "TARGET": aimed}
+    boost = _boost(g) if r.query.dtype == torch.float16 else None
+    g = g if boost is None else _times(g, boost)
+    arguments = given.arguments() | {
+        "peak": peak.contiguous(),
+        "g_mass": g.mass.contiguous(),
+        "g_first": g.first.contiguous(),
+        "g_second": g.second.contiguous(),
+        "g_moment": None if g.moment is None else g.moment.contiguous(),
+        "g_target": None if not aimed or g.target is None else g.target.contiguous(),
+    }
+    target = target_of(device)
+    dim = max(switches["BLOCK_D"], switches["BLOCK_V"] if valued else 0)
+    made: dict[str, Tensor] = {}
+
+    def empty(name: str, *shape: int) -> Tensor | None:
+        if name not in wanted:
+            return None
+        made[name] = torch.empty(shape, dtype=r.dtype, device=device)
+        return made[name]
+
+    def launch(kind: str, programs: int, shape: Tile, outputs: dict[str, Tensor | int | None]) -> None:
+        flags = torch.empty(programs, dtype=torch.int32, device=device)
+        outs = {name.upper(): x is not None for name, x in outputs.items() if name.endswith("_out")}
+        constant = {**switches, **outs, "BLOCK_M": shape.rows, "BLOCK_N": shape.keys}
+        for careful in (False, True):
+            all_of_it = {**arguments, **outputs, "flags": flags}
+            Launch(f"backward.{kind}", programs, all_of_it, {**constant, "CAREFUL": careful}, shape).run(device)
+
+    bias = r.bias
+    by_row = bias is not None and bias.shape[-1] == 1
+    by_key = bias is not None and bias.shape[-2] == 1 and not by_row
+    if wanted & {"query", "scale"} or (by_row and "bias" in wanted):
+        shape = tile("backward_rows", dim, r.query.dtype, switches["LEVEL"], target)
+        outputs: dict[str, Tensor | int | None] = {
+            "query_out": empty("query", *batch, r.n_query, r.query.shape[-1]),
+            "scale_out": empty("scale", *batch, r.n_query),
+            "bias_out": empty("bias", *batch, r.n_query, 1) if by_row else None,
+        }
+        launch("rows", -(-r.n_query // shape.rows) * given.n_batch, shape, outputs)
+    if wanted & {"key", "value"} or (by_key and "bias" in wanted):
+        shape = tile("backward_keys", dim, r.query.dtype, switches["LEVEL"], target)
+        shared = broadcast(
+            r.key.shape[:-2],
+            r.value.shape[:-2] if r.value is not None and valued else (),
+            bias.shape[:-2] if bias is not None and by_key and "bias" in wanted else (),
+        )
+        members = given.members(shared)
+        bounded = switches["START"] or switches["STOP"]
+        outputs = {
+            "key_out": empty("key", *shared, K, r.key.shape[-1]),
+            "value_out": empty("value", *shared, K, switches["V"]) if valued else None,
+            "bias_out": empty("bias", *shared, 1, K) if by_key else None,
+            "members": members,
+            "n_members": members.shape[1],
+            "bounds": _row_bounds(given.term, r.n_query, K, batch, shape) if bounded and given.term else None,
+        }
+        launch("keys", -(-K // shape.keys) * members.shape[0], shape, outputs)
+    if bias is not None and "bias" in wanted and not by_row and not by_key:
+        shape = tile("backward_pairs", dim, r.query.dtype, switches["LEVEL"], target)
+        members = given.members(tuple(bias.shape[:-2]))
+        out = empty("bias", *bias.shape[:-2], r.n_query, K)
+        programs = -(-r.n_query // shape.rows) * -(-K // shape.keys) * members.shape[0]
+        all_of_it = arguments | {"bias_out": out, "members": members, "n_members": members.shape[1]}
+        constant = switches | {"BLOCK_M": shape.rows, "BLOCK_N": shape.keys}
+        Launch("backward.pairs", programs, all_of_it, constant, shape).run(device)
+    for name in wanted - made.keys():  # a value that nothing flows back from
+        made[name] = torch.zeros_like(getattr(r, name), dtype=r.dtype)
+    found = {name: x.sum_to_size(getattr(r, name).shape) for name, x in made.items()}
+    return found if boost is None else {name: x / boost for name, x in found.items()}

@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 def tile(kind: str, dim: int, dtype: torch.dtype, level: int, target: str) -> Tile:
     """The tile of a kernel.
 
-    kind: forward, decode, backward_rows, backward_keys, backward_bias. dim: the larger of the padded key and value
+    kind: forward, decode, backward_rows, backward_keys, backward_pairs. dim: the larger of the padded key and value
     dimensions. level: 0 output, 1 entropy, 2 variance. target: sm_80, sm_90, sm_100, gfx942, ... or interpreter.
     """
     if target == INTERPRETER:

@@ -95,3 +95,56 @@ def scores(
             s2 = t * (SOFTCAP * LOG2E) + bias * LOG2E
             slope = 1 - t * t
     return tl.where(seen, s2, float("-inf")), seen, slope
+
+
+@triton.jit
+def row_side(
+    query, scale, target, start, stop, query_segment, offsets, entry, rows,
+    query_row, query_col, scale_row, target_row, start_row, stop_row, segment_row, n_batch, n_query, n_key,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr, START: tl.constexpr, STOP: tl.constexpr,
+    SEGMENT: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """What a tile of rows brings: queries (M, D), scale, target, first key and key after the last, segment."""
+    there = rows < n_query
+    d = tl.arange(0, BLOCK_D).to(INDEX)
+    at = query + tl.multiple_of(tl.load(offsets + entry), ALIGN) + rows[:, None] * query_row + d[None, :] * query_col
+    q = tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(DOT)
+    sharp = tl.load(scale + tl.load(offsets + 3 * n_batch + entry) + rows * scale_row, mask=there, other=0.0)
+    aim = rows
+    if TARGET:
+        aim = tl.load(target + tl.load(offsets + 5 * n_batch + entry) + rows * target_row, mask=there, other=-1)
+    begin = rows
+    if START:
+        begin = tl.load(start + tl.load(offsets + 6 * n_batch + entry) + rows * start_row, mask=there, other=n_key)
+        begin = tl.minimum(tl.maximum(begin, 0), n_key).to(tl.int32)
+    end = rows
+    if STOP:
+        end = tl.load(stop + tl.load(offsets + 7 * n_batch + entry) + rows * stop_row, mask=there, other=0)
+        end = tl.minimum(tl.maximum(end, 0), n_key).to(tl.int32)
+    segment = rows
+    if SEGMENT:
+        at_segment = query_segment + tl.load(offsets + 8 * n_batch + entry)
+        segment = tl.load(at_segment + rows * segment_row, mask=there, other=0)
+    return q, sharp, aim, begin, end, segment
+
+
+@triton.jit
+def key_side(
+    key, value, bias, key_segment, mask, offsets, entry, n_batch,
+    VALUE: tl.constexpr, BIAS: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Where an entry's keys, values, biases, segment ids and mask begin; some address stands for what is absent."""
+    key_at = key + tl.multiple_of(tl.load(offsets + n_batch + entry), ALIGN)
+    value_at = key_at
+    if VALUE:
+        value_at = value + tl.multiple_of(tl.load(offsets + 2 * n_batch + entry), ALIGN)
+    bias_at = key_at
+    if BIAS > 0:
+        bias_at = bias + tl.load(offsets + 4 * n_batch + entry)
+    key_segment_at = key_at
+    if SEGMENT:
+        key_segment_at = key_segment + tl.load(offsets + 9 * n_batch + entry)
+    mask_at = key_at
+    if MASK:
+        mask_at = mask + tl.load(offsets + 10 * n_batch + entry)
+    return key_at, value_at, bias_at, key_segment_at, mask_at

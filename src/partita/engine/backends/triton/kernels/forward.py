@@ -16,7 +16,14 @@ begins stands in `offsets` (one row of B numbers per operand): any broadcast and
 import triton
 import triton.language as tl
 
-from partita.engine.backends.triton.kernels.common import LN2, LOWEST, scores, visibility
+from partita.engine.backends.triton.kernels.common import (
+    LN2,
+    LOWEST,
+    key_side,
+    row_side,
+    scores,
+    visibility,
+)
 
 
 @triton.jit
@@ -126,45 +133,20 @@ def forward(
     wide = rows.to(INDEX)
     d = tl.arange(0, BLOCK_D).to(INDEX)
     dv = tl.arange(0, BLOCK_V).to(INDEX)
-
-    # where this entry begins in each operand: the rows of `offsets`, in the order of the arguments
-    query_at = query + tl.multiple_of(tl.load(offsets + entry), ALIGN)
-    key_at = key + tl.multiple_of(tl.load(offsets + n_batch + entry), ALIGN)
-    q = tl.load(
-        query_at + wide[:, None] * query_row + d[None, :] * query_col, mask=there[:, None] & (d < D)[None, :], other=0.0
-    ).to(DOT)
-    value_at = value
-    if VALUE:
-        value_at = value + tl.multiple_of(tl.load(offsets + 2 * n_batch + entry), ALIGN)
-    scale_at = scale + tl.load(offsets + 3 * n_batch + entry)
-    sharp = tl.load(scale_at + wide * scale_row, mask=there, other=0.0)
-    bias_at = bias
-    if BIAS > 0:
-        bias_at = bias + tl.load(offsets + 4 * n_batch + entry)
-    aim = rows
-    if TARGET:
-        aim = tl.load(target + tl.load(offsets + 5 * n_batch + entry) + wide * target_row, mask=there, other=-1)
+    q, sharp, aim, begin, end, segment = row_side(
+        query, scale, target, start, stop, query_segment, offsets, entry, wide,
+        query_row, query_col, scale_row, target_row, start_row, stop_row, segment_row, n_batch, n_query, n_key,
+        D, BLOCK_D, TARGET, START, STOP, SEGMENT, DOT, INDEX, ALIGN,
+    )  # fmt: skip
+    key_at, value_at, bias_at, key_segment_at, mask_at = key_side(
+        key, value, bias, key_segment, mask, offsets, entry, n_batch, VALUE, BIAS, SEGMENT, MASK, ALIGN
+    )
     lo = 0
     hi = n_key
-    begin = rows
-    end = rows
     if START:
-        begin = tl.load(start + tl.load(offsets + 6 * n_batch + entry) + wide * start_row, mask=there, other=n_key)
-        begin = tl.minimum(tl.maximum(begin, 0), n_key).to(tl.int32)
         lo = tl.min(begin, 0) // BLOCK_N * BLOCK_N
     if STOP:
-        end = tl.load(stop + tl.load(offsets + 7 * n_batch + entry) + wide * stop_row, mask=there, other=0)
-        end = tl.minimum(tl.maximum(end, 0), n_key).to(tl.int32)
         hi = tl.max(end, 0)
-    segment = rows
-    key_segment_at = key_segment
-    if SEGMENT:
-        at = query_segment + tl.load(offsets + 8 * n_batch + entry)
-        segment = tl.load(at + wide * segment_row, mask=there, other=0)
-        key_segment_at = key_segment + tl.load(offsets + 9 * n_batch + entry)
-    mask_at = mask
-    if MASK:
-        mask_at = mask + tl.load(offsets + 10 * n_batch + entry)
     if SPLIT:
         lo = tl.maximum(lo, part * split_keys)
         hi = tl.minimum(hi, (part + 1) * split_keys)
