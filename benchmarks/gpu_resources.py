@@ -32,6 +32,7 @@ from partita.engine.sums import Upstream
 from . import gpu_pages
 from .binaries import resources
 from .paper_device import DEVICES, on_paper
+from .roofline import PRODUCTS
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "triton" / "resources.json"
@@ -39,6 +40,7 @@ DIMS = (32, 64, 96, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 LEVELS = (0, 1, 2)
 KINDS = ("forward", "backward")
+NEVER_SPILLS = ("sm_80", "sm_90")  # up to D 128
 ROWS, KEYS = 512, 512  # of the requests; the kernels are the same for more
 
 
@@ -180,6 +182,24 @@ def _record(case: Case, launch: Any) -> dict[str, Any]:
     itemsize = getattr(torch, case.dtype).itemsize
     given = {"name": f"{case.name}-{kernel}", "kernel": kernel, "rows": rows, "keys": keys, "itemsize": itemsize}
     return {**given, **asdict(case), **asdict(resources(launch.kernel))}
+
+
+def excess(record: dict[str, Any], committed: dict[str, Any]) -> list[str]:
+    """What a kernel needs beyond its device or beyond what is committed; empty where all is well."""
+    device, name, found = DEVICES[record["device"]], record["name"], []
+    spared = record["device"] in NEVER_SPILLS and record["dim"] <= 128
+    if record["spilled"] > (0 if spared else committed["spilled"]):
+        found.append(f"{name} spills {record['spilled']} bytes, committed {committed['spilled']}")
+    if record["shared_bytes"] > device.shared_bytes:
+        found.append(f"{name} wants {record['shared_bytes']:,} bytes of shared memory, more than the {device.shared_bytes:,}")
+    # float32 products that are not rounded to tf32 have no tensor cores at NVIDIA
+    multiplies = record["kernel"] in PRODUCTS and (record["itemsize"] == 2 or device.backend == "hip")
+    if multiplies and not record["tensor"]:
+        found.append(f"{name} has no tensor cores in its products")
+    for what in ("registers", "shared_bytes"):
+        if record[what] > committed[what]:
+            found.append(f"{name} {what}: {record[what]}, committed {committed[what]}")
+    return found
 
 
 def compile_all(wanted: Iterable[Case], workers: int = 2) -> Iterator[dict[str, Any]]:

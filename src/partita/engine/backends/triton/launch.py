@@ -198,7 +198,7 @@ def _make_members(batch: tuple[int, ...], shared: tuple[int, ...], device: torch
         entries = torch.arange(math.prod(batch), dtype=torch.int32, device=_CPU).view(batch)
         inner = [i for i, n in enumerate(shared) if n == 1]
         outer = [i for i, n in enumerate(shared) if n != 1]
-        return entries.permute(*outer, *inner).reshape(math.prod(shared), -1).contiguous().to(device)
+        return entries.permute([*outer, *inner]).reshape(math.prod(shared), -1).contiguous().to(device)
 
 
 _kept_table = functools.lru_cache(maxsize=64)(_make_table)
