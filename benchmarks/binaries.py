@@ -110,5 +110,6 @@ def _amd(text: str, shared: int, warps: int, stages: int) -> Resources:
 
     names = re.findall(r"^\s+([vs]_\w+|ds_\w+|buffer_\w+|global_\w+)\b", text, re.MULTILINE)
     tensor = next((name for name in names if name.startswith("v_mfma_")), "")
-    registers = number("vgpr_count") + number("agpr_count")
-    return Resources(registers, number("private_segment_fixed_size"), shared, warps, stages, tensor, Counts.of(names), None)
+    # the first counts the accumulation registers too: both are of one file
+    registers, spilled = number("vgpr_count"), number("private_segment_fixed_size")
+    return Resources(registers, spilled, shared, warps, stages, tensor, Counts.of(names), None)

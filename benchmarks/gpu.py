@@ -31,7 +31,12 @@ ATTENTION = [(4, 16, 16, 4096, 4096, 64), (4, 16, 16, 4096, 4096, 128), (1, 32, 
 DECODE = [(8, 32, 8, 1, 8192, 128), (1, 32, 8, 1, 131072, 128)]
 CLASSIFIER = [(8192, 4096, 128256), (8192, 2048, 32768)]  # rows, dim, classes
 PAIRS = [(32768, 1024)]  # rows, dim
-TINY = {"attention": [(1, 2, 1, 20, 20, 16)], "decode": [(1, 2, 1, 1, 40, 16)], "classifier": [(9, 16, 21)], "pairs": [(9, 16)]}  # fmt: skip
+TINY = {
+    "attention": [(1, 2, 1, 20, 20, 16)],
+    "decode": [(1, 2, 1, 1, 40, 16)],
+    "classifier": [(9, 16, 21)],
+    "pairs": [(9, 16)],
+}
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,10 @@ def main(argv: list[str] | None = None) -> list[Row]:
     sheet = next((speed for known, speed in SHEET.items() if known in name and dtype.itemsize == 2), math.nan)
     product = product_speed(given.device, dtype, 64 if given.quick else 8192, given.repeat)
     where = {**environment(options), "gpu": name, "dtype": given.dtype, "product_flops": product, "sheet_flops": sheet}
-    print(f"{name}  {given.dtype}  torch {torch.__version__}  a large product {product / 1e12:.0f} TF/s, sheet {sheet / 1e12:.0f}")
+    print(
+        f"{name}  {given.dtype}  torch {torch.__version__}  "
+        f"a large product {product / 1e12:.0f} TF/s, sheet {sheet / 1e12:.0f}"
+    )
     print("last column: ours / theirs, of the best times, smaller is better")
     found: list[Row] = []
     with partita.backend(given.backend):

@@ -18,12 +18,13 @@ LEVELS = ("output", "+ entropy", "+ variance")
 HEAD = """# What the GPU kernels need
 
 Made by `make gpu-resources` from `tests/triton/resources.json`, which holds every number below and the instruction
-counts; do not edit. Triton {triton}, compiled ahead of time on a machine without a GPU; nothing was run or timed on one.
+counts; do not edit. Triton {triton}, compiled ahead of time on a machine without a GPU; nothing was timed on a device.
 [What that proves and what it does not](explain/gpu.md).
 
-A cell is: rows x keys of a tile, warps (w) and pipeline stages (s); registers per thread; shared memory of a block in KiB.
-`spills n` are bytes per thread that registers could not hold. Levels: the output and log Z; with entropy and largest
-score; with the variance too. A backward pass has two kernels, one over rows and one over keys.
+A cell is: rows x keys of a tile, warps (w) and pipeline stages (s); registers per thread; shared memory of a block, in
+KiB. `spills n` are bytes per thread that registers could not hold. Levels: the output and log Z; with entropy and
+largest score; with the variance too. A backward pass has two kernels, one over rows and one over keys; its two levels
+are without moments and with them.
 """
 
 
@@ -31,7 +32,9 @@ def resources_page(found: dict[str, Any]) -> str:
     parts = [HEAD.format(triton=found["triton"])]
     for device in DEVICES.values():
         own = [r for r in found["kernels"] if r["device"] == device.name]
-        parts.append(f"## {device.name} ({device.example})\n\nA block may have {device.shared_bytes:,} bytes of shared memory.\n")
+        parts.append(
+            f"## {device.name} ({device.example})\n\nA block may have {device.shared_bytes:,} bytes of shared memory.\n"
+        )
         parts.append(_by_dim([r for r in own if not r["asks"] and r["kind"] in ("forward", "backward")]))
         parts.append(_others([r for r in own if r["asks"] or r["kind"] not in ("forward", "backward")]))
     return "\n".join(parts)
@@ -54,7 +57,8 @@ def _by_dim(records: list[dict[str, Any]]) -> str:
                     cells = tuple(_cell(own[d]) if d in own else "" for d in dims)
                     tensor = ", ".join(dict.fromkeys(r["tensor"] or "no tensor cores" for r in own.values()))
                     lines.setdefault((kernel, name, tensor, cells), []).append(dtype)
-    head = f"| kernel | level | dtype | products by | {' | '.join(f'D {d}' for d in dims)} |\n|{'---|' * (4 + len(dims))}\n"
+    titles = " | ".join(f"D {d}" for d in dims)
+    head = f"| kernel | level | dtype | products by | {titles} |\n|{'---|' * (4 + len(dims))}\n"
     rows = (f"| {k} | {n} | {', '.join(t)} | {x} | {' | '.join(c)} |\n" for (k, n, x, c), t in lines.items())
     return head + "".join(rows)
 

@@ -1,6 +1,6 @@
 """Who else computes attention and losses on a GPU: a name and a call each, for those that are installed.
 
-Layouts: query, key, value are (batch, heads, n, dim) here; flash-attn and Transformer Engine want (batch, n, heads, dim).
+Operands are (batch, heads, n, dim) here; flash-attn and Transformer Engine want (batch, n, heads, dim).
 """
 
 from __future__ import annotations

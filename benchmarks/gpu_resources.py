@@ -1,8 +1,8 @@
 """What every kernel for GPUs needs on four kinds of device, without one: compiled ahead of time, read from the binary.
 
-    python -m benchmarks.gpu_resources write       compile everything; tests/triton/resources.json, docs/gpu-resources.md
-    python -m benchmarks.gpu_resources sample      compile the sample, one JSON record a line
-    python -m benchmarks.gpu_resources pages       write the pages anew from resources.json
+    python -m benchmarks.gpu_resources write     compile everything: tests/triton/resources.json, docs/gpu-resources.md
+    python -m benchmarks.gpu_resources all       compile everything, one JSON record a line; `sample` a fixed few of it
+    python -m benchmarks.gpu_resources pages     write the pages anew from resources.json
 
 A record is one kernel of one case: a request that is handed to the backend as it would be on the device.
 Run it without TRITON_INTERPRET.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -38,8 +37,9 @@ ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "triton" / "resources.json"
 DIMS = (32, 64, 96, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
-LEVELS = (0, 1, 2)
 KINDS = ("forward", "backward")
+LEVELS = {"forward": (0, 1, 2), "backward": (0, 2)}
+ASKED = ("sm_80", "sm_90")  # where everything else a request may ask for is compiled too
 NEVER_SPILLS = ("sm_80", "sm_90")  # up to D 128
 ROWS, KEYS = 512, 512  # of the requests; the kernels are the same for more
 
@@ -57,7 +57,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        return "-".join(str(x) for x in (self.device, self.kind, self.dtype, self.dim, self.level, self.asks) if x != "")
+        return "-".join(
+            str(x) for x in (self.device, self.kind, self.dtype, self.dim, self.level, self.asks) if x != ""
+        )
 
 
 # What else a request may ask for; each changes the kernel.
@@ -71,25 +73,25 @@ ASKS: dict[str, Any] = {
     "bias by key": lambda: {"bias": torch.zeros(1, KEYS)},
     "dense bias": lambda: {"bias": torch.zeros(ROWS, KEYS)},
     "softcap": lambda: {"softcap": 30.0},
-    "target": lambda: {},
-    "careful": lambda: {},
+    "target": dict,
+    "careful": dict,
 }
 
 
 def cases() -> Iterator[Case]:
-    """Everything."""
-    for device in DEVICES:
-        for dtype in DTYPES:
+    """Everything. A backward pass knows two levels: with moments and without."""
+    for dtype in DTYPES:
+        for device in DEVICES:
             for dim in DIMS:
-                for level in LEVELS:
-                    for kind in KINDS:
+                for kind in KINDS:
+                    for level in LEVELS[kind]:
                         yield Case(kind, level, dim, dtype, device)
+            for kind, level in (("decode", 2), ("weighted_nll", 0), ("both_ways", 0)):
+                yield Case(kind, level, 128, dtype, device)
+    for device in ASKED:
         for asks in ASKS:
             for kind in KINDS:
                 yield Case(kind, 2, 128, "bfloat16", device, asks)
-        for dtype in DTYPES:
-            for kind, level in (("decode", 0), ("decode", 2), ("weighted_nll", 0), ("both_ways", 0)):
-                yield Case(kind, level, 128, dtype, device)
 
 
 def sample() -> Iterator[Case]:
@@ -108,7 +110,11 @@ def sample() -> Iterator[Case]:
 
 def compiled(case: Case) -> list[dict[str, Any]]:
     """Records of the kernels that this case would launch."""
-    from partita.engine.backends.triton import BACKEND, launch, reduce  # where triton may be absent, nothing else needs it
+    from partita.engine.backends.triton import (  # where triton may be absent, nothing else needs it
+        BACKEND,
+        launch,
+        reduce,
+    )
 
     run, names = launch.Launch.run, [module for module in (launch, reduce) if hasattr(module, "target_of")]
 
@@ -121,7 +127,7 @@ def compiled(case: Case) -> list[dict[str, Any]]:
         launches = stack.enter_context(on_paper(DEVICES[case.device]))
         stack.enter_context(mock.patch.object(launch.Launch, "run", as_asked))
         for module in names:
-            stack.enter_context(mock.patch.object(module, "target_of", lambda device: case.device))
+            stack.enter_context(mock.patch.object(module, "target_of", return_value=case.device))
         _ask(BACKEND, case)
     return [_record(case, found) for found in launches]
 
@@ -177,7 +183,9 @@ def _ask(backend: Any, case: Case) -> None:
 
 
 def _record(case: Case, launch: Any) -> dict[str, Any]:
-    rows, keys = (launch.constants.get(a, launch.constants.get(b)) for a, b in (("BLOCK_M", "ROWS"), ("BLOCK_N", "COLUMNS")))
+    rows, keys = (
+        launch.constants.get(a, launch.constants.get(b)) for a, b in (("BLOCK_M", "ROWS"), ("BLOCK_N", "COLUMNS"))
+    )
     kernel = _kernel(launch.name)
     itemsize = getattr(torch, case.dtype).itemsize
     given = {"name": f"{case.name}-{kernel}", "kernel": kernel, "rows": rows, "keys": keys, "itemsize": itemsize}
@@ -191,15 +199,15 @@ def excess(record: dict[str, Any], committed: dict[str, Any]) -> list[str]:
     if record["spilled"] > (0 if spared else committed["spilled"]):
         found.append(f"{name} spills {record['spilled']} bytes, committed {committed['spilled']}")
     if record["shared_bytes"] > device.shared_bytes:
-        found.append(f"{name} wants {record['shared_bytes']:,} bytes of shared memory, more than the {device.shared_bytes:,}")
+        found.append(
+            f"{name} wants {record['shared_bytes']:,} bytes of shared memory, more than the {device.shared_bytes:,}"
+        )
     # float32 products that are not rounded to tf32 have no tensor cores at NVIDIA
     multiplies = record["kernel"] in PRODUCTS and (record["itemsize"] == 2 or device.backend == "hip")
     if multiplies and not record["tensor"]:
         found.append(f"{name} has no tensor cores in its products")
-    for what in ("registers", "shared_bytes"):
-        if record[what] > committed[what]:
-            found.append(f"{name} {what}: {record[what]}, committed {committed[what]}")
-    return found
+    more = [what for what in ("registers", "shared_bytes") if record[what] > committed[what]]
+    return found + [f"{name} {what}: {record[what]}, committed {committed[what]}" for what in more]
 
 
 def compile_all(wanted: Iterable[Case], workers: int = 2) -> Iterator[dict[str, Any]]:
@@ -220,6 +228,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_resources", description=__doc__)
     parser.add_argument("what", choices=("write", "sample", "all", "pages"))
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--records", default="", metavar="FILE", help="what `all` printed, for `write`: not compiled again"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     given = parser.parse_args(argv)
     if given.what in ("sample", "all"):
@@ -228,23 +239,28 @@ def main(argv: list[str] | None = None) -> None:
             print(json.dumps(record), flush=True)
         return
     if given.what == "write":
-        write([case for case in cases() if given.only in case.name], given.workers)
+        wanted = [case for case in cases() if given.only in case.name]
+        if given.records:
+            made = [json.loads(line) for line in Path(given.records).read_text().splitlines()]
+            write(made, {case.name for case in wanted})
+        else:
+            write(compile_all(wanted, given.workers), {case.name for case in wanted})
     gpu_pages.write(json.loads(TABLE.read_text()))
 
 
-def write(wanted: list[Case], workers: int) -> None:
-    """Compile, and put the records in the place of those of the same name."""
-    known = {r["name"]: r for r in json.loads(TABLE.read_text())["kernels"]} if TABLE.exists() else {}
-    done = {case.name for case in wanted}
-    known = {name: r for name, r in known.items() if name.removesuffix(f"-{r['kernel']}") not in done}
-    for record in compile_all(wanted, workers):
-        known[record["name"]] = record
-        print(record["name"], record["registers"], record["spilled"], record["shared_bytes"], file=sys.stderr)
+def write(made: Iterable[dict[str, Any]], done: set[str]) -> None:
+    """Put records in the place of those of the same cases; what is no case any more goes."""
     order = {case.name: i for i, case in enumerate(cases())}
-    rows = [r for r in known.values() if r["name"].removesuffix(f"-{r['kernel']}") in order]
-    rows.sort(key=lambda r: (order[r["name"].removesuffix(f"-{r['kernel']}")], r["kernel"]))
+    known = json.loads(TABLE.read_text())["kernels"] if TABLE.exists() else []
+    rows = [r for r in known if _case(r) in order and _case(r) not in done] + list(made)
+    rows.sort(key=lambda r: (order[_case(r)], r["kernel"]))
     lines = ",\n".join(json.dumps(r) for r in rows)
     TABLE.write_text(f'{{"triton": "{version()}", "kernels": [\n{lines}\n]}}\n')
+
+
+def _case(record: dict[str, Any]) -> str:
+    name: str = record["name"]
+    return name.removesuffix(f"-{record['kernel']}")
 
 
 if __name__ == "__main__":

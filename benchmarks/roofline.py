@@ -1,4 +1,4 @@
-"""A roofline on paper: how long each unit of a GPU would be busy with one tile, from instructions counted in the binary.
+"""A roofline on paper: how long each unit of a GPU is busy with one tile, by instructions counted in the binary.
 
     matrix     2 rows keys D operations per product, over what the tensor cores do in a clock
     exp        MUFU.EX2 of the loop, over 16 a clock
@@ -6,8 +6,8 @@
     issue      every instruction of the loop, over 128 threads' a clock (four schedulers, 32 threads each)
     memory     the keys and values of the tile, over the memory's bytes a clock, as if no cache held them
 
-The longest one bounds the kernel: `matrix / longest` is the share of the peak it would reach if all units worked side by
-side, `matrix / sum` what it would reach if none did. Nothing here was timed on a device.
+The longest one bounds the kernel: `matrix / longest` is the share of the peak it would reach if all units worked side
+by side; the lower number is the share if products waited for everything else. Nothing here was timed on a device.
 """
 
 from __future__ import annotations
@@ -87,14 +87,16 @@ def bound(record: dict[str, Any], chip: Chip) -> Bound:
 
 def bounds(records: Iterable[dict[str, Any]]) -> list[Bound]:
     """Of every kernel with products on 16-bit factors, chip by chip."""
-    wanted = [r for r in records if r["kernel"] in PRODUCTS and r["dtype"] == "bfloat16" and r["loop"] and not r["asks"]]
+    wanted = [
+        r for r in records if r["kernel"] in PRODUCTS and r["dtype"] == "bfloat16" and r["loop"] and not r["asks"]
+    ]
     return [bound(r, chip) for chip in CHIPS for r in wanted if r["device"] == chip.target]
 
 
 def table(found: Iterable[Bound]) -> str:
     """Markdown; clocks per 1000 scores, so that tiles of different sizes can be compared."""
     lines = [
-        "| chip | kernel | D | level | tile, warps | matrix | exp | float | issue | memory | bound by | share of the peak |",
+        "| chip | kernel | D | level | tile, warps | matrix | exp | float | issue | memory | bound | share of peak |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for b in found:

@@ -1,4 +1,4 @@
-"""`make bench-gpu` runs as it is: here the interpreter, or any backend, stands in for the device, and stubs for peers."""
+"""`make bench-gpu` runs as it is: the interpreter, or any backend, stands in for the device, and stubs for peers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def test_the_peers_compute_what_we_compute(peers) -> None:
 
 
 def test_only_what_is_asked_for_runs(device) -> None:
-    rows = gpu.main(["--device", "cpu", "--quick", "--repeat", "1", "--seconds", "0", "--backend", STAND_IN, "--only", "contrast"])  # fmt: skip
+    quick = ["--device", "cpu", "--quick", "--repeat", "1", "--seconds", "0", "--backend", STAND_IN]
+    rows = gpu.main([*quick, "--only", "contrast"])
     assert {row.who for row in rows} == {"partita", "torch dense"}
 
 

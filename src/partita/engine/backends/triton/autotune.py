@@ -29,7 +29,7 @@ def asked() -> bool:
 
 
 def autotuned(*kinds: str) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
-    """A pass, or its backward, that looks for the best tiles of these kinds before it first runs, where that is asked."""
+    """A pass, or its backward, that looks for the best tiles of these kinds before it first runs, where asked to."""
 
     def decorate(function: Callable[..., _Result]) -> Callable[..., _Result]:
         @functools.wraps(function)

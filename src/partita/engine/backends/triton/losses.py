@@ -2,9 +2,9 @@
 
     sum_i weight_i nll_i       nll_i = log Z_i - s_i,target       s_ij = scale_i <query_i, key_j> + bias_j
 
-A chunk of rows at a time: torch makes its logits in the dtype of the sums and multiplies its gradient, kernels make the sums and the
-gradient. Nothing of size Q * K is held, and the products are those of the vendor's library. Nothing is added in an order
-that could change: the same bits each time.
+A chunk of rows at a time: torch makes its logits in the dtype of the sums and multiplies its gradient, kernels make the
+sums and the gradient. Nothing of size Q * K is held, and the products are those of the vendor's library. Nothing is
+added in an order that could change: the same bits each time.
 Legend: Q rows, K keys (classes), D features, n rows of a chunk. Nothing here is differentiable.
 """
 

@@ -163,7 +163,8 @@ def forward(
         cols = n + tl.arange(0, BLOCK_N)
         far = cols.to(INDEX)
         seen = visibility(
-            wide, far, begin, end, segment, key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
+            wide[:, None], far[None, :], begin[:, None], end[:, None], segment[:, None],
+            key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
             n_query, n_key, START, STOP, SEGMENT, MASK, HOLE,
         )  # fmt: skip
         todo = True
@@ -178,7 +179,19 @@ def forward(
             ).to(DOT)
             product = tl.dot(q, k, input_precision=PRECISION)
             s2, seen, _ = scores(
-                product, seen, sharp, wide, far, bias_at, bias_row, bias_col, n_query, n_key, BIAS, SOFTCAP, CAP_BIAS
+                product,
+                seen,
+                sharp[:, None],
+                wide[:, None],
+                far[None, :],
+                bias_at,
+                bias_row,
+                bias_col,
+                n_query,
+                n_key,
+                BIAS,
+                SOFTCAP,
+                CAP_BIAS,
             )
             if TARGET:
                 found = tl.sum(tl.where(aim[:, None] == cols[None, :], s2, 0.0), 1)
@@ -242,7 +255,8 @@ def forward(
             cols = n + tl.arange(0, BLOCK_N)
             far = cols.to(INDEX)
             seen = visibility(
-                wide, far, begin, end, segment, key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
+                wide[:, None], far[None, :], begin[:, None], end[:, None], segment[:, None],
+                key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
                 n_query, n_key, START, STOP, SEGMENT, MASK, HOLE,
             )  # fmt: skip
             k = tl.load(
@@ -252,7 +266,19 @@ def forward(
             ).to(DOT)
             product = tl.dot(q, k, input_precision=PRECISION)
             s2, seen, _ = scores(
-                product, seen, sharp, wide, far, bias_at, bias_row, bias_col, n_query, n_key, BIAS, SOFTCAP, CAP_BIAS
+                product,
+                seen,
+                sharp[:, None],
+                wide[:, None],
+                far[None, :],
+                bias_at,
+                bias_row,
+                bias_col,
+                n_query,
+                n_key,
+                BIAS,
+                SOFTCAP,
+                CAP_BIAS,
             )
             ahead = (s2 > score[:, None]) & (cols[None, :] != aim[:, None])
             rank += tl.sum(ahead.to(tl.int64), 1)
