@@ -75,8 +75,13 @@ class Launch:
         return {k: getattr(language, v) if k in ("ACC", "DOT", "INDEX") else v for k, v in self.switches.items()}
 
     def run(self, device: torch.device) -> None:
-        on = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with on:
+        """Call it: on a GPU, or in the interpreter, where numpy computes and would warn of every inf - inf."""
+        here: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if device.type == "cuda":
+            here = torch.cuda.device(device)
+        elif interpreted():
+            here = importlib.import_module("numpy").errstate(all="ignore")
+        with here:
             self.function()[(self.programs,)](
                 **self.arguments, **self.constants(), num_warps=self.tile.warps, num_stages=self.tile.stages
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from partita._checks import broadcast
 from partita.engine.backends import tiled
 from partita.engine.backends.one_term import one_term
-from partita.engine.backends.triton.launch import Launch, Operands, target_of
+from partita.engine.backends.triton import decode
+from partita.engine.backends.triton.launch import Launch, Operands, padded, target_of
 from partita.engine.backends.triton.tiles import Tile, tile
 from partita.engine.request import Request
 from partita.engine.sums import OPERANDS, Sums, Upstream
@@ -26,6 +28,11 @@ def _nothing(request: Request) -> bool:
     return 0 in sizes or (request.value is not None and request.value.shape[-1] == 0)
 
 
+def _width(request: Request) -> int:
+    """The larger of the padded dimensions of key and value: what the resources of a tile depend on."""
+    return padded(max(request.query.shape[-1], 1 if request.value is None else request.value.shape[-1]))
+
+
 def _empty_as(request: Request, shape: tuple[int, ...]) -> Tensor:
     """An empty tensor; where it can, with the query's order of dimensions in memory."""
     query, dtype = request.query, request.dtype
@@ -35,56 +42,69 @@ def _empty_as(request: Request, shape: tuple[int, ...]) -> Tensor:
 
 
 def forward(request: Request) -> Sums:
-    r = request
-    if _nothing(r):
-        return tiled.forward(r)
+    if _nothing(request):
+        return tiled.forward(request)
+    folded = decode.fold(request)
+    return _forward(request) if folded is None else decode.unfold(_forward(folded))
+
+
+def _forward(r: Request) -> Sums:
     rows, device = (*r.batch, r.n_query), r.query.device
+    level = 2 if r.statistics else 0
+    aimed, ranked, width = r.target is not None, r.rank and r.target is not None, _width(r)
+    few = r.n_query <= decode.FEW
+    shape = tile("decode" if few else "forward", width, r.query.dtype, level, target_of(device))
+    programs = -(-r.n_query // shape.rows) * math.prod(r.batch)
+    parts = 1 if ranked else decode.parts(programs, r.n_key, shape.keys, device)
 
     def empty(there: bool, *lead: int, dtype: torch.dtype = r.dtype) -> Tensor | None:
         return torch.empty((*lead, *rows), dtype=dtype, device=device) if there else None
 
-    aimed = r.target is not None
-    peak, mass, count = empty(True, dtype=torch.float64), empty(True), empty(True)
-    assert peak is not None
-    assert mass is not None
-    assert count is not None
-    first, spread, statistics = empty(r.statistics), empty(r.statistics), empty(r.statistics, 5)
-    score, rank = empty(aimed), empty(aimed and r.rank, dtype=torch.int64)
+    found: dict[str, Any] = {
+        "peak_out": empty(True, dtype=torch.float64),
+        "mass_out": empty(True),
+        "count_out": empty(True),
+        "first_out": empty(level > 0),
+        "spread_out": empty(level > 1),
+        "statistics_out": empty(level > 0, 5),
+        "target_score_out": empty(aimed),
+    }
+    rank = empty(ranked, dtype=torch.int64)
     moment = None if r.value is None else _empty_as(r, (*rows, r.value.shape[-1]))
     given = Operands.of(r, one_term(r), moment)
-    switches = given.switches()
-    level = 2 if r.statistics else 0
-    shape = tile("forward", max(switches["BLOCK_D"], switches["BLOCK_V"]), r.query.dtype, level, target_of(device))
-    programs = math.ceil(r.n_query / shape.rows) * given.n_batch
-    arguments = {
+    lies = {} if moment is None else {"moment_row": moment.stride(-2), "moment_col": moment.stride(-1)}
+    lies = lies or {"moment_row": 0, "moment_col": 0}
+    to = {**found, "moment_out": moment, **lies}
+    if parts > 1:  # raw sums of each part
+        raw = {name: empty(x is not None, parts) for name, x in found.items() if name != "statistics_out"}
+        part = None if moment is None else moment.new_empty((parts, *moment.shape))
+        to = {
+            **raw,
+            "statistics_out": None,
+            "moment_out": part,
+            "moment_row": 0 if moment is None else moment.shape[-1],
+            "moment_col": 1,
+        }
+    arguments: dict[str, Any] = {
         **given.arguments(),
-        "peak_out": peak,
-        "mass_out": mass,
-        "count_out": count,
-        "first_out": first,
-        "spread_out": spread,
-        "statistics_out": statistics,
-        "moment_out": moment,
-        "score_out": score,
+        **to,
         "rank_out": rank,
-        "flags": None if moment is None else torch.empty(programs, dtype=torch.int32, device=device),
-        "moment_row": 0 if moment is None else moment.stride(-2),
-        "moment_col": 0 if moment is None else moment.stride(-1),
-        "split_keys": r.n_key,
+        "flags": None if moment is None else torch.empty(programs * parts, dtype=torch.int32, device=device),
+        "split_keys": -(-r.n_key // (parts * shape.keys)) * shape.keys,
     }
-    switches |= {
-        "BLOCK_M": shape.rows,
-        "BLOCK_N": shape.keys,
-        "LEVEL": level,
-        "MEAN": r.mean,
-        "TARGET": aimed,
-        "RANK": rank is not None,
-        "SPLIT": False,
-    }
+    asked = {"LEVEL": level, "TARGET": aimed, "BLOCK_M": shape.rows}
+    switches = given.switches() | asked | {"BLOCK_N": shape.keys, "RANK": ranked, "SPLIT": parts > 1}
+    switches["MEAN"] = r.mean and parts == 1
     for careful in (False, True) if moment is not None else (False,):
-        Launch("forward.forward", programs, arguments, {**switches, "CAREFUL": careful}, shape).run(device)
-    moment, mean = (None, moment) if r.mean else (moment, None)
-    return Sums(peak, mass, count, first, spread, statistics, moment, mean, score, rank)
+        Launch("forward.forward", programs * parts, arguments, {**switches, "CAREFUL": careful}, shape).run(device)
+    if parts > 1:
+        partial = {name.replace("_out", "_in"): arguments[name] for name in (*raw, "moment_out")}
+        sizes = {"n_batch": given.n_batch, "n_query": r.n_query, "parts": parts, "offsets": given.table()}
+        constant = {name: switches[name] for name in ("V", "BLOCK_V", "VALUE", "ACC")} | asked | {"MEAN": r.mean}
+        merging = {**partial, **sizes, **found, "moment_out": moment, **lies}
+        Launch("decode.merge", programs, merging, constant, shape).run(device)
+    sums = Sums(**{name.removesuffix("_out"): x for name, x in found.items()}, rank=rank)
+    return sums._replace(mean=moment) if r.mean else sums._replace(moment=moment)
 
 
 def _boost(g: Upstream) -> Tensor:

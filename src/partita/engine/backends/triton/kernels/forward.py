@@ -106,7 +106,7 @@ def read_out(
 @triton.jit
 def forward(
     query, key, value, scale, bias, target, start, stop, query_segment, key_segment, mask, offsets,
-    peak_out, mass_out, count_out, first_out, spread_out, statistics_out, moment_out, score_out, rank_out, flags,
+    peak_out, mass_out, count_out, first_out, spread_out, statistics_out, moment_out, target_score_out, rank_out, flags,
     query_row, query_col, key_row, key_col, value_row, value_col, scale_row, bias_row, bias_col, target_row,
     start_row, stop_row, segment_row, key_segment_col, mask_row, mask_col, moment_row, moment_col,
     n_batch, n_query, n_key, split_keys,
@@ -231,12 +231,12 @@ def forward(
         if LEVEL >= 2:
             tl.store(spread_out + at, spread, mask=there)
         if TARGET:
-            tl.store(score_out + at, score, mask=there)
+            tl.store(target_score_out + at, score, mask=there)
     else:
         total = tl.full((), 1, tl.int64) * n_query * n_batch
         read_out(
             at, there, peak, mass, first, spread, count, score, peak_out, mass_out, count_out, first_out,
-            spread_out, statistics_out, score_out, total, LEVEL, TARGET,
+            spread_out, statistics_out, target_score_out, total, LEVEL, TARGET,
         )  # fmt: skip
     if VALUE:
         moment_at = moment_out + tl.load(offsets + 11 * n_batch + entry)
