@@ -3,10 +3,10 @@
 Chosen by what kernels need when they are compiled ahead of time (docs/gpu-resources.md has every number), since no
 device was at hand. The reasons, in the order in which they count:
 
-- It must fit: no spill on sm_80 and sm_90 up to 128 features, and shared memory that the device has. MI300 has 64 KiB.
+- It must fit: no spill on sm_80 and sm_90 up to 128 features, and shared memory that the device has (MI300: 64 KiB).
 - Rows are shared out over warps, 16 to a warp (sm_80) or 64 to four (sm_90). Eight warps on 64 rows would compute
-  every exponential twice: 64 rows get 4 warps, 128 get 8. On MI300 8 warps have half as many registers each.
-- Then the larger tile: what is done once per row and tile (peaks, shrinking the sums) is shared by more keys, and a tile
+  every exponential twice: 64 rows get 4 warps, 128 get 8. On MI300, 8 warps have half as many registers each.
+- Then the larger tile: what is done once per row and tile (peaks, shrinking sums) is shared by more keys, and a tile
   of keys is read by more rows. The variance costs registers; the tiles are those that it allows.
 - Backward passes hold two sums and two products at once: tiles of 32 rows by 64 keys where they would spill otherwise.
 - float32 products are made of ordinary multiplications at NVIDIA (tf32 would not be float32): small tiles, since all of
