@@ -18,7 +18,7 @@ from partita.engine.backends.protocol import Backend
 from partita.engine.request import Request
 from partita.errors import BackendError
 
-__all__ = ["TABLE", "Backend", "backend", "backends", "choose", "current", "explain"]
+__all__ = ["TABLE", "Backend", "asked", "backend", "backends", "choose", "current", "explain"]
 
 TABLE = {
     entry.name: entry
@@ -78,6 +78,12 @@ def backend(name: str | None = None) -> str | _Chosen:
     tiled
     """
     return current() if name is None else _Chosen(name)
+
+
+def asked() -> tuple[Backend, ...]:
+    """The backend that was named, or all of them, best first."""
+    name = current()
+    return tuple(TABLE.values()) if name == "auto" else (TABLE[name],)
 
 
 def choose(request: Request, name: str = "") -> Backend:

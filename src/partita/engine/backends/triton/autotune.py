@@ -28,22 +28,19 @@ def asked() -> bool:
     return os.environ.get("PARTITA_TRITON_AUTOTUNE", "0") == "1"
 
 
-def autotuned(*kinds: str) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
-    """A pass, or its backward, that looks for the best tiles of these kinds before it first runs, where asked to."""
+def autotuned(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """A pass, or its backward, that looks for the best tiles before it first runs, where that is asked."""
 
-    def decorate(function: Callable[..., _Result]) -> Callable[..., _Result]:
-        @functools.wraps(function)
-        def call(request: Request, *rest: Any) -> _Result:
-            if asked():
-                with tiles.tuning() as wanted:
-                    function(request, *rest)  # says which tiles it asks for
-                for key in [key for key in wanted if key.kind in kinds]:
-                    _tune(key, lambda: function(request, *rest), request.query.device)
-            return function(request, *rest)
+    @functools.wraps(function)
+    def call(request: Request, *rest: Any) -> _Result:
+        if asked():
+            with tiles.tuning() as wanted:
+                function(request, *rest)  # tells which tiles it would take
+            for key in wanted:
+                _tune(key, lambda: function(request, *rest), request.query.device)
+        return function(request, *rest)
 
-        return call
-
-    return decorate
+    return call
 
 
 def _tune(key: tiles.Key, call: Callable[[], object], device: torch.device) -> None:
