@@ -26,7 +26,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements docs sanitize clean
+.PHONY: help demo tour test test-fast test-backends test-elsewhere test-peers test-slow bench bench-gpu gpu-resources lint format statements docs sanitize clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -78,6 +78,13 @@ test-slow: $(VENV)/dev.stamp   ## the slow tests: fuzzing, large sizes, memory
 bench: $(VENV)/dev.stamp   ## ratios against torch's own kernels; run it on a quiet machine
 	$(BIN)/python -m benchmarks all --json bench.jsonl
 
+bench-gpu: $(VENV)/dev.stamp   ## on a GPU: time, memory and share of the peak beside other people's kernels
+	$(BIN)/python -m benchmarks.gpu --json bench-gpu.jsonl
+
+# Triton keeps what it compiled; the first time takes about half an hour on two cores.
+gpu-resources: $(VENV)/triton.stamp   ## compile every GPU kernel ahead of time and write down what it needs
+	$(BIN)/python -m benchmarks.gpu_resources write
+
 lint: $(VENV)/dev.stamp   ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -107,7 +114,7 @@ sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built wit
 	  || exit 1; done
 
 clean:           ## remove everything that was built
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache bench.jsonl
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache bench.jsonl bench-gpu.jsonl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The package is installed as a wheel, never in place: what is tested is what ships.
