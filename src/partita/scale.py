@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from partita._checks import check_pair, check_positive
 from partita.engine.terms import window_mask
 from partita.errors import ShapeError, ValueRangeError
-from partita.support import Support, check_support
+from partita.support import Support
+from partita.support.base import check_support
 
 __all__ = [
     "CalibratedLog",

@@ -1,10 +1,11 @@
-"""For kernels that know one term: a union of supports is written out as a mask, as long as that is small."""
+"""For kernels that know one term: a union that cannot be taken apart is written out as a mask, if that is small."""
 
 from __future__ import annotations
 
 import math
 
 from partita._checks import broadcast
+from partita.engine.backends.parts import parts
 from partita.engine.request import Request
 from partita.engine.terms import Term, window_mask
 
@@ -15,7 +16,7 @@ _LARGEST_MASK = 1 << 25  # bytes; a union of supports up to this size is written
 
 def too_large(request: Request) -> str | None:
     """None, or why the support of this request is not made into one term."""
-    if len(request.terms) > 1 and _union_bytes(request) > _LARGEST_MASK:
+    if len(request.terms) > 1 and parts(request) is None and _union_bytes(request) > _LARGEST_MASK:
         return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
     return None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from partita._checks import broadcast
 from partita.engine.backends import tiled
 from partita.engine.backends.one_term import one_term
+from partita.engine.backends.parts import backward_parts, forward_parts, parts
 from partita.engine.backends.triton import decode
 from partita.engine.backends.triton.launch import Launch, Operands, padded, target_of
 from partita.engine.backends.triton.tiles import Tile, tile
@@ -44,6 +45,13 @@ def _empty_as(request: Request, shape: tuple[int, ...]) -> Tensor:
 def forward(request: Request) -> Sums:
     if _nothing(request):
         return tiled.forward(request)
+    found = parts(request) if len(request.terms) > 1 else None
+    sums = _folded(request) if found is None else forward_parts(request, found, _folded)
+    assert sums is not None  # a kernel gives an answer, whatever it is asked
+    return sums
+
+
+def _folded(request: Request) -> Sums:
     folded = decode.fold(request)
     return _forward(request) if folded is None else decode.unfold(_forward(folded))
 
@@ -55,7 +63,7 @@ def _forward(r: Request) -> Sums:
     few = r.n_query <= decode.FEW
     shape = tile("decode" if few else "forward", width, r.query.dtype, level, target_of(device))
     programs = -(-r.n_query // shape.rows) * math.prod(r.batch)
-    parts = 1 if ranked else decode.parts(programs, r.n_key, shape.keys, device)
+    split = 1 if ranked else decode.parts(programs, r.n_key, shape.keys, device)
 
     def empty(there: bool, *lead: int, dtype: torch.dtype = r.dtype) -> Tensor | None:
         return torch.empty((*lead, *rows), dtype=dtype, device=device) if there else None
@@ -75,9 +83,9 @@ def _forward(r: Request) -> Sums:
     lies = {} if moment is None else {"moment_row": moment.stride(-2), "moment_col": moment.stride(-1)}
     lies = lies or {"moment_row": 0, "moment_col": 0}
     to = {**found, "moment_out": moment, **lies}
-    if parts > 1:  # raw sums of each part
-        raw = {name: empty(x is not None, parts) for name, x in found.items() if name != "statistics_out"}
-        part = None if moment is None else moment.new_empty((parts, *moment.shape))
+    if split > 1:  # raw sums of each part
+        raw = {name: empty(x is not None, split) for name, x in found.items() if name != "statistics_out"}
+        part = None if moment is None else moment.new_empty((split, *moment.shape))
         to = {
             **raw,
             "statistics_out": None,
@@ -89,17 +97,17 @@ def _forward(r: Request) -> Sums:
         **given.arguments(),
         **to,
         "rank_out": rank,
-        "flags": None if moment is None else torch.empty(programs * parts, dtype=torch.int32, device=device),
-        "split_keys": -(-r.n_key // (parts * shape.keys)) * shape.keys,
+        "flags": None if moment is None else torch.empty(programs * split, dtype=torch.int32, device=device),
+        "split_keys": -(-r.n_key // (split * shape.keys)) * shape.keys,
     }
     asked = {"LEVEL": level, "TARGET": aimed, "BLOCK_M": shape.rows}
-    switches = given.switches() | asked | {"BLOCK_N": shape.keys, "RANK": ranked, "SPLIT": parts > 1}
-    switches["MEAN"] = r.mean and parts == 1
+    switches = given.switches() | asked | {"BLOCK_N": shape.keys, "RANK": ranked, "SPLIT": split > 1}
+    switches["MEAN"] = r.mean and split == 1
     for careful in (False, True) if moment is not None else (False,):
-        Launch("forward.forward", programs * parts, arguments, {**switches, "CAREFUL": careful}, shape).run(device)
-    if parts > 1:
+        Launch("forward.forward", programs * split, arguments, {**switches, "CAREFUL": careful}, shape).run(device)
+    if split > 1:
         partial = {name.replace("_out", "_in"): arguments[name] for name in (*raw, "moment_out")}
-        sizes = {"n_batch": given.n_batch, "n_query": r.n_query, "parts": parts, "offsets": given.table()}
+        sizes = {"n_batch": given.n_batch, "n_query": r.n_query, "parts": split, "offsets": given.table()}
         constant = {name: switches[name] for name in ("V", "BLOCK_V", "VALUE", "ACC")} | asked | {"MEAN": r.mean}
         merging = {**partial, **sizes, **found, "moment_out": moment, **lies}
         Launch("decode.merge", programs, merging, constant, shape).run(device)
@@ -142,9 +150,19 @@ def _row_bounds(term: Term, n_query: int, n_key: int, batch: tuple[int, ...], sh
 
 
 def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
-    r = request
-    if _nothing(r):
-        return tiled.backward(r, peak, g, needs)
+    if _nothing(request):
+        return tiled.backward(request, peak, g, needs)
+
+    def one(part: Request) -> dict[str, Tensor]:
+        return _backward(part, peak, g, needs)
+
+    found = parts(request) if len(request.terms) > 1 else None
+    grads = one(request) if found is None else backward_parts(found, one)
+    assert grads is not None
+    return grads
+
+
+def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
     wanted = {name for name, needed in zip(OPERANDS, needs, strict=True) if needed and getattr(r, name) is not None}
     device, batch, K = r.query.device, r.batch, r.n_key
     given = Operands.of(r, one_term(r))

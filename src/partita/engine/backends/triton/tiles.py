@@ -47,8 +47,7 @@ class Key(NamedTuple):
     target: str  # sm_80, sm_90, sm_100, gfx942, ... or interpreter
 
 
-# (kind, bits, target): tiles up to 64, 128 and 256 features. A level has tiles of its own nowhere yet: those that the
-# variance allows are the best of what was tried for the others too.
+# (kind, bits, target): tiles up to 64, 128 and 256 features, at every level but those of _AT_LEVEL.
 _TABLE = {
     ("forward", 16, "sm_80"): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
     ("forward", 16, "sm_90"): (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)),
@@ -70,6 +69,8 @@ _TABLE = {
     ("decode", 16, "sm_80"): (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
     ("decode", 32, "sm_80"): (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 32, 4, 1)),
 }
+# The compiler does not spill 128 x 128 with the variance, and spills it with the entropy alone.
+_AT_LEVEL = {Key("forward", 128, torch.bfloat16, 1, "sm_90"): Tile(128, 64, 8, 2)}
 # Where a device has no row of its own: the most alike, smaller one.
 _ALIKE = {"sm_100": "sm_90", "sm_90": "sm_80", "gfx942": "sm_80"}
 _BESIDE = (
@@ -99,6 +100,9 @@ def tabled(key: Key) -> Tile:
     if key.target == INTERPRETER:
         return Tile(16 if key.kind == "decode" else 32, 32, 1, 1)  # small: its problems are
     bits, target = 8 * key.dtype.itemsize, _family(key.target)
+    special = _AT_LEVEL.get(key._replace(dtype=torch.bfloat16, target=target)) if bits == 16 else None
+    if special is not None:
+        return special
     kind = key.kind
     if kind == "backward_keys" and (kind, bits, target) not in _TABLE and bits == 32:
         kind = "backward_rows"  # of float32, where nothing else was found
