@@ -7,8 +7,9 @@
     uncached   what the tile reads, over the memory's bytes a clock, as if no cache held it. It bounds nothing while the
                keys of a head fit into the second-level cache, which they do: 2 MB for 4096 keys of 128 features
 
-The longest of the first four bounds the kernel: `matrix / longest` is the share of the peak it would reach if all units worked side
-by side; the lower number is the share if products waited for everything else. Nothing here was timed on a device.
+The longest of the first four bounds the kernel: `matrix / longest` is the share of the peak it would reach if all units
+worked side by side; the lower number is the share if products waited for everything else. Nothing here was timed on a
+device.
 """
 
 from __future__ import annotations

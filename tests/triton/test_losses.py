@@ -1,6 +1,6 @@
 """The losses' kernels, in Triton's interpreter: against float64, in chunks, in half precision, and where they give up.
 
-What they are besides (equal to the pass, with second derivatives) is asked of every backend in conformance/test_kernels.
+What they are besides (equal to the pass, with second derivatives) is asked of every backend in conformance.
 """
 
 from __future__ import annotations
