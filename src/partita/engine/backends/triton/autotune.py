@@ -61,9 +61,13 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _once(call: Callable[[], object], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
+    _wait(device)
     start = time.perf_counter()
     call()
-    wait()
+    _wait(device)
     return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -61,6 +61,7 @@ _TABLE = {
     ("backward_rows", 16, "gfx942"): (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "sm_80"): (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "sm_90"): (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
+    ("backward_keys", 16, "sm_100"): (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "gfx942"): (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_rows", 32, "sm_80"): (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     ("backward_rows", 32, "gfx942"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
