@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import partita
+from partita.engine.backends import TABLE
+from partita.engine.backends.triton import launch
+from partita.engine.request import extend
+from partita.engine.sums import Upstream
 from tests.strategies import SUPPORTS, catalogue
 from tests.triton.cases import DEVICE, DTYPE, INTERPRETED, compare, everything, needs_triton, normal
 
@@ -142,23 +148,40 @@ def test_small_scores_keep_their_digits_under_a_large_softcap():
 
 
 def test_gradients_of_half_precision_do_not_sink_below_its_smallest_number():
-    """A loss of 1e-6 of another has 1e-6 of its gradients, in float16 too."""
+    """The backward pass is linear: a millionth (a power of two) of the upstream gives a millionth, to the last bit."""
     query, key, value = (normal(n, 8, seed=n, dtype=torch.float16) for n in (33, 40, 40))
-    grads = []
-    for factor in (1.0, 1e-6):
-        leaf = query.clone().float().requires_grad_()
-        with partita.backend("triton"):
-            mean, _ = partita.Gibbs(leaf.half(), key).mean(value)
-        grads.append(torch.autograd.grad(mean.sum() * factor * 2.0**14, leaf)[0] / factor)
-    # both are rounded to float16 on their way; 1e-6 is no power of two, so they are rounded elsewhere
-    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=4e-3 * float(grads[0].abs().max()))
+    asked = extend(partita.Gibbs(query, key).request(), value=value)
+    kernels = TABLE["triton"]
+    peak = kernels.forward(asked).peak
+
+    def gradients(factor):
+        rows = [normal(33, seed=seed, dtype=torch.float32) * factor for seed in (1, 2, 3)]
+        g = Upstream(*rows, normal(33, 8, seed=4, dtype=torch.float32) * factor, None)
+        return kernels.backward(asked, peak, g, (True, True, True, True, False))
+
+    whole, part = gradients(1.0), gradients(2.0**-20)
+    for name, x in whole.items():
+        assert torch.equal(part[name] * 2**20, x), name
+        assert x.abs().min() > 0
+
+
+def test_the_middle_level_has_everything_but_the_variance(monkeypatch):
+    given = operands(33, 65)
+    want = everything("triton", given, differentiate=False)
+
+    def lower(self, device):
+        replace(self, switches={**self.switches, "LEVEL": min(1, self.switches["LEVEL"])}).launched(device)
+
+    monkeypatch.setattr(launch.Launch, "launched", launch.Launch.run, raising=False)
+    monkeypatch.setattr(launch.Launch, "run", lower)
+    found = everything("triton", given, differentiate=False)
+    for name in ("log_partition", "entropy", "mean_score", "max_score", "visible", "mean"):
+        assert torch.equal(found[name], want[name]), name
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="sizes of the interpreter's tiles")
 def test_tiles_that_no_row_sees_are_not_visited(monkeypatch):
     """A nan in a key that the intervals exclude is never multiplied: not even a repair is needed."""
-    from partita.engine.backends.triton import launch
-
     seen = []
     run = launch.Launch.run
 

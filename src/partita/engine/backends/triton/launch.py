@@ -49,6 +49,14 @@ def target_of(device: torch.device) -> str:
     return name.split(":")[0] or f"sm_{properties.major}{properties.minor}"
 
 
+def _allows_tf32() -> bool:
+    """Whether products of float32 may be rounded to tf32, asked as this torch wants it: the older question raises in
+    a newer one where both ways of answering it were used."""
+    matmul = torch.backends.cuda.matmul
+    chosen = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32) if chosen is None else chosen == "tf32"
+
+
 def padded(size: int) -> int:
     """The power of two, at least 16, that a dimension of a product is padded to."""
     return max(16, 1 << (size - 1).bit_length())
@@ -169,7 +177,7 @@ class Operands:
             "DOT": "float32" if low == "bfloat16" and interpreted() else low,
             "INDEX": "int64" if self._reach() > _INT32 else "int32",
             "ALIGN": self._alignment(),
-            "PRECISION": "tf32" if low == "float32" and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            "PRECISION": "tf32" if low == "float32" and _allows_tf32() else "ieee",
         }
 
     def _alignment(self) -> int:
