@@ -145,7 +145,9 @@ def _at_level(launch: Any, case: Case) -> Any:
 
     if launch.switches.get("LEVEL", case.level) == case.level:
         return launch
-    shape = tile(_kernel(launch.kernel.split(".")[1]), case.dim, getattr(torch, case.dtype), case.level, case.device)
+    width = max(launch.switches["BLOCK_D"], launch.switches["BLOCK_V"])
+    kind = _kernel(launch.kernel.split(".")[1])
+    shape = tile(kind, width, getattr(torch, case.dtype), case.level, case.device)
     switches = {**launch.switches, "LEVEL": case.level, "BLOCK_M": shape.rows, "BLOCK_N": shape.keys}
     return replace(launch, switches=switches, tile=shape)
 
