@@ -134,7 +134,7 @@ def divergence(p: Request, q: Request, kind: str, beta: float) -> Tensor:  # (*b
 def weighted_divergence(p: Request, q: Request, kind: str, beta: float, weight: Tensor) -> Tensor:  # ()
     """sum_i weight_i divergence_i; the weights have no gradient."""
     operands = (p.query, p.key, p.scale, p.bias, q.query, q.key, q.scale, q.bias)
-    backend = _kernel(p, operands, q)
+    backend = _kernel("divergences", p, operands, q)
     if backend is not None and backend.divergences is not None and backend.divergences.weighted is not None:
 
         def again(*given: Tensor | None) -> Tensor:
@@ -189,8 +189,7 @@ def attention(
     if not grouped and (key.dim() < 3 or query.shape[-3] != key.shape[-3]):
         return None
     sharp = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
-    name = backends.current()
-    for entry in backends.TABLE.values() if name == "auto" else (backends.TABLE[name],):
+    for entry in backends.asked():
         if entry.attention is not None:
             found = entry.attention(query, key, value, sharp, causal, statistics)
             if found is not None:
@@ -203,8 +202,8 @@ def weighted_nll(request: Request, weight: Tensor) -> Tensor:  # ()
     r = request
     operands = (r.query, r.key, r.scale, r.bias)
     flat = r.query.dim() == 2 and not weight.requires_grad
-    backend = _kernel(r, operands) if flat else None
-    if backend is not None and backend.weighted_nll is not None:
+    backend = _kernel("weighted_nll", r, operands) if flat else None
+    if backend is not None:
         out: Tensor = WeightedNll.apply(backend, _again(r), r, weight, *operands)  # type: ignore[no-untyped-call]
         return out
     return (weight * execute(r).nll()).sum()
@@ -227,8 +226,8 @@ def both_ways(request: Request) -> tuple[Tensor, Tensor]:  # (n,), (n,)
     r = request
     operands = (r.query, r.key, r.scale)
     plain = r.query.dim() == 2 and r.n_query == r.n_key > 0 and r.scale.numel() == 1 and r.bias is None
-    backend = _kernel(r, operands) if plain and not r.terms and r.softcap is None else None
-    if backend is not None and backend.both_ways is not None:
+    backend = _kernel("both_ways", r, operands) if plain and not r.terms and r.softcap is None else None
+    if backend is not None:
         quiet = replace(r, query=r.query.detach(), key=r.key.detach(), scale=r.scale.detach(), target=_own(r.query))
         rows, columns = BothWaysNll.apply(backend, _diagonal, quiet, *operands)  # type: ignore[no-untyped-call]
         return rows, columns
@@ -247,13 +246,18 @@ def _diagonal(query: Tensor, key: Tensor, scale: Tensor, bias: Tensor | None = N
 
 
 def _kernel(
-    request: Request, operands: Sequence[Tensor | None], other: Request | None = None
+    name: str, request: Request, operands: Sequence[Tensor | None], other: Request | None = None
 ) -> backends.Backend | None:
-    """The backend whose own kernels may be asked, for somebody who wants a gradient and nothing else."""
+    """The backend whose own kernel of this name is asked, for somebody who wants a gradient and nothing else."""
     audience = _audience(operands)
     if audience.looks or not audience.differentiates:
         return None
-    return backends.choose(request, other=other)
+    named, requests = backends.current() != "auto", (request,) if other is None else (request, other)
+    for entry in backends.asked():
+        why_not = entry.why_no_loss or entry.why_not
+        if all((why_not(r) or (None if named else entry.unasked(r))) is None for r in requests):
+            return entry if getattr(entry, name) is not None else None
+    return None
 
 
 def accumulate(totals: Sequence[Tensor], *rows: Any) -> bool:

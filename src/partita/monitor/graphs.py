@@ -44,14 +44,16 @@ class Instrumented:
         self.backend, self.kernel = backend, kernel
         self.__name__ = getattr(backend, "__name__", type(backend).__name__)
 
-        self._innermost = backend
-        while hasattr(self._innermost, "_torchdynamo_orig_backend"):
-            self._innermost = self._innermost._torchdynamo_orig_backend
+        innermost: Any = backend
+        while hasattr(innermost, "_torchdynamo_orig_backend"):
+            innermost = innermost._torchdynamo_orig_backend
+        self._innermost = innermost
 
     def __eq__(self, other: object) -> bool:
         """torch.compile lets modules of one class share a graph where their backends are equal."""
-        alike = isinstance(other, Instrumented) and self.kernel == other.kernel
-        return alike and bool(self._innermost == other._innermost)
+        if not isinstance(other, Instrumented) or self.kernel != other.kernel:
+            return False
+        return bool(self._innermost == other._innermost)
 
     def __hash__(self) -> int:
         return hash(Instrumented)

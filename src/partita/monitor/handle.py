@@ -165,8 +165,8 @@ class Watch(Reading):
         if code is not None and compiled.skipped(module) and self._roll.name(module) is not None:
             self._skipped = True
             with compiled.GRAPHS.off():
-                name = self._roll.name(module) or ""
-                return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
+                own = self._roll.name(module) or ""
+                return self._follow(own, module, kwargs, lambda: self._plainly(own, inner, module, args, kwargs))
         if code is not None:
             with self._mode.without():
                 return self._call_graphs(code, inner, module, args, kwargs)
