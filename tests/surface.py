@@ -95,15 +95,19 @@ def call(name: str, function: Call) -> None:
 # ---- the distribution ------------------------------------------------------------------------------------------------
 
 ROWS = ("log_partition", "entropy", "mean_score", "score_variance", "max_score", "visible", "effective_width")
-for read in (*ROWS, "stats", "probs", "state"):
+for read in (*ROWS, "stats", "probs", "state", "min_score", "argmax", "argmin", "received"):
     call(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
 call("Gibbs.expectation", lambda g: g.gibbs().expectation(g.real("batch", "heads", "n_key", "dim_value")))
 for read in ("nll", "log_prob", "target_rank"):
     call(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)(g.index("n_key", "batch", "heads", "n_query")))
 call("Gibbs.weighted_nll", lambda g: partita.Gibbs(*g.linear()[:2]).weighted_nll(g.linear()[2], g.plain("rows")))
 call("Gibbs.both_ways_nll", lambda g: partita.Gibbs(*g.pairs()).both_ways_nll())
+for kind in ("forward", "reverse", "cross_entropy", "js", "hellinger"):
+    call(f"divergence, {kind}", lambda g, kind=kind: partita.divergence(g.gibbs(), g.gibbs(), kind))
+call("attention_divergence", lambda g: partita.attention_divergence(*g.qkv()[:2], *g.qkv()[:2]))
 call("Gibbs.mean", lambda g: g.gibbs().mean(g.real("batch", "heads", "n_key", "dim_value"))[0])
 call("Gibbs.sample", lambda g: g.gibbs().sample(g.seed()))
+call("Gibbs.top_log_prob", lambda g: g.gibbs().top_log_prob(2))
 call("Gibbs.top", lambda g: g.gibbs().top(2))
 call("Gibbs, bias and softcap", lambda g: g.gibbs(bias=g.real("n_query", "n_key"), softcap=2.0).stats())
 call("merge", lambda g: partita.merge(g.gibbs().state(), g.gibbs().state()).stats())

@@ -52,7 +52,7 @@ def weighted_divergence(p: Gibbs, q: Gibbs, weight: Tensor, kind: str = "forward
     named = check_kind(kind, beta)
     if one.groups > 1:
         return (weight * rows_of(one, other, *named)).sum()
-    rows = torch.empty((*_checks.broadcast(one.batch, other.batch), one.n_query), device="meta")
+    rows = torch.empty((*_checks.broadcast(one.batch, other.batch), one.n_query), dtype=torch.float32, device="meta")
     return weighted_sum(one, other, *named, weight.detach().to(one.dtype).expand(rows.shape))
 
 
@@ -68,7 +68,7 @@ def score_divergence(s: Tensor, t: Tensor, kind: str = "forward", *, beta: float
     first, second = both_sides(kind, beta, a, b)
     seen, unseen = (t, s) if kind == "reverse" else (s, t)
     outside = (~seen.isneginf() & unseen.isneginf()).any(-1) & (kind not in ("js", "hellinger"))
-    more = torch.where(outside, torch.inf, 0.0)
+    more = torch.zeros_like(one.mass).masked_fill(outside, torch.inf)
     rows = Record(one.peak, one.mass, other.peak, other.mass, first.sum(-1) + more, second.sum(-1) + more)
     found = rows.divergence(kind)
     return torch.where(outside, found.detach(), found)

@@ -54,8 +54,8 @@ def attention_divergence(
     others: Options = {**common, "scale": teacher_scale, "softcap": teacher_softcap}
     student = distribution(query, key, **own)
     teacher = distribution(teacher_query.detach(), teacher_key.detach(), **others)
-    rows = torch.empty(query.shape[:-1], device="meta")
-    weight = torch.ones((), device=query.device)
+    rows = torch.empty(query.shape[:-1], dtype=torch.float32, device="meta")
+    weight = torch.ones((), dtype=torch.float32, device=query.device)
     if sample_weight is not None:
         _checks.check_rows("sample_weight", sample_weight, query[..., 0])
         weight = sample_weight.detach()

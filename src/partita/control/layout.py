@@ -138,7 +138,7 @@ def _made_by(x: Tensor, linear: Sequence[tuple[nn.Module, Tensor]]) -> list[Rows
         return "no rows of a linear map have their lengths, so something between the two changes it"
     rows = [found[int(i)] for i in at]
     for head, mine in enumerate(rows):
-        rivals = torch.tensor([other != mine for other in found], device=table.device)
+        rivals = torch.tensor([other != mine for other in found], dtype=torch.bool, device=table.device)
         if bool((table[head, rivals] < 3 * best[head] + 1e-3).any()):
             return "several rows have the same lengths, so nothing tells which of them made a head"
     return rows

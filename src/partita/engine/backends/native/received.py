@@ -40,7 +40,7 @@ def received(
     sums = torch.empty((*slots, call.n_key), dtype=acc, device=CPU)
     if not math.prod(rows) or not call.n_key:
         return sums.zero_()
-    steps = torch.empty(slots, device="meta").stride()
+    steps = torch.empty(slots, dtype=torch.float32, device="meta").stride()
     slot = offsets(call.batch, slots, steps)
     packed = layout.COLUMNS.pack(*map(pointer, (peak, weight, slot)), math.prod(slots), pointer(sums))
     return sums if library.run("received", problem, packed) else None
