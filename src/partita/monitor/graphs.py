@@ -50,8 +50,9 @@ class Instrumented:
 
     def __eq__(self, other: object) -> bool:
         """torch.compile lets modules of one class share a graph where their backends are equal."""
-        alike = isinstance(other, Instrumented) and self.kernel == other.kernel
-        return alike and bool(self._innermost == other._innermost)
+        if not isinstance(other, Instrumented) or self.kernel != other.kernel:
+            return False
+        return bool(self._innermost == other._innermost)
 
     def __hash__(self) -> int:
         return hash(Instrumented)
