@@ -44,9 +44,10 @@ class Instrumented:
         self.backend, self.kernel = backend, kernel
         self.__name__ = getattr(backend, "__name__", type(backend).__name__)
 
-        self._innermost = backend
-        while hasattr(self._innermost, "_torchdynamo_orig_backend"):
-            self._innermost = self._innermost._torchdynamo_orig_backend
+        innermost: Any = backend
+        while hasattr(innermost, "_torchdynamo_orig_backend"):
+            innermost = innermost._torchdynamo_orig_backend
+        self._innermost = innermost
 
     def __eq__(self, other: object) -> bool:
         """torch.compile lets modules of one class share a graph where their backends are equal."""
