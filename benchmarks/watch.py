@@ -1,4 +1,4 @@
-"""What does it cost to watch a training step? Two steps with, two without, in turns, on the same model.
+"""What does it cost to watch a training step, compiled or not? Two with, two without, in turns, on the same model.
 
 The handle goes on and off each time, so that finishing the rows is paid for. The best of N would hide what happens only
 now and then (a close look every eighth step), so the ratio is that of the time of all steps; the median of the ratios

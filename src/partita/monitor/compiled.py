@@ -123,7 +123,7 @@ def code_of(module: nn.Module) -> nn.Module | None:
 
 
 def skipped(module: nn.Module) -> bool:
-    """Compiled in place, and a class whose code torch.compile leaves alone unless asked by torch.compile(model)."""
+    """Compiled in place, and of a class whose code torch.compile leaves alone then."""
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     return code_of(module) is module and bool(rules.check(type(module).forward))
 

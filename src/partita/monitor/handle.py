@@ -161,19 +161,15 @@ class Watch(Reading):
         if threading.get_ident() != self._thread:
             self._elsewhere += self._roll.name(module) is not None
             return inner(module, *args, **kwargs)
-        code = compiled.code_of(module)
-        if code is not None and compiled.skipped(module) and self._roll.name(module) is not None:
-            self._skipped = True
-            with compiled.GRAPHS.off():
-                own = self._roll.name(module) or ""
-                return self._follow(own, module, kwargs, lambda: self._plainly(own, inner, module, args, kwargs))
-        if code is not None:
+        code, name = compiled.code_of(module), self._roll.name(module)
+        if code is not None and (name is None or not compiled.skipped(module)):
             with self._mode.without():
                 return self._call_graphs(code, inner, module, args, kwargs)
-        name = self._roll.name(module)
         if name is None:
             return self._pass_by(inner, module, args, kwargs)
-        return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
+        self._skipped = self._skipped or code is not None
+        with contextlib.nullcontext() if code is None else compiled.GRAPHS.off():
+            return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
 
     def _call_graphs(
         self, code: nn.Module, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
