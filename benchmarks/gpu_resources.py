@@ -41,7 +41,8 @@ LEVELS = {"forward": (0, 1, 2), "backward": (0, 2)}
 COVERED = {
     **{("bfloat16", device): DIMS for device in DEVICES},
     **{("float16", device): (64, 128) for device in ("sm_80", "sm_90")},
-    **{("float32", device): (64, 128) for device in ("sm_80", "sm_90")},
+    ("float32", "sm_80"): (32, 64, 96, 128),
+    **{("float32", device): (64, 128) for device in ("sm_90", "gfx942")},
 }
 ASKED = "sm_80"  # where everything else a request may ask for is compiled too: it has the fewest registers to spare
 NEVER_SPILLS = ("sm_80", "sm_90")  # up to D 128; float32, whose products are unrolled, up to 64
