@@ -28,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "error",
         # torch.compile makes an instance of every autograd.Function it traces, and then warns that one should not.
         "ignore:.*should not be instantiated:DeprecationWarning",
+        # Triton's interpreter computes with numpy, which warns where a kernel makes or meets a nan; a device is silent.
+        *(f"ignore:{what} encountered:RuntimeWarning" for what in ("All-NaN slice", "invalid value", "overflow")),
     ):
         config.addinivalue_line("filterwarnings", line)
     # A shell that starts us in the background has interruptions ignored, and processes we start would inherit that.

@@ -176,8 +176,16 @@ class Operands:
             # the interpreter keeps bfloat16 as whole numbers, and would multiply those
             "DOT": "float32" if low == "bfloat16" and interpreted() else low,
             "INDEX": "int64" if self._reach() > _INT32 else "int32",
+            "ALIGN": self._alignment(),
             "PRECISION": "tf32" if low == "float32" and _allows_tf32() else "ieee",
         }
+
+    def _alignment(self) -> int:
+        """The largest power of two, at most 16, that divides where every entry of query, key and value begins."""
+        dims = len(self.batch)
+        large = [t for t in (self.tensors[name] for name in ("query", "key", "value")) if t is not None]
+        steps = [s for t in large for n, s in zip(t.shape[:dims], t.stride()[:dims], strict=True) if n > 1]
+        return math.gcd(16, *steps)
 
     def _reach(self) -> int:
         """The largest offset inside one batch entry."""

@@ -62,17 +62,17 @@ def flow(
     LEVEL: tl.constexpr, VALUE: tl.constexpr, TARGET: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
 ):  # fmt: skip
     """e, ds as the bias gets it, and ds as the product of query and key gets it; `along` is <g_moment, value>."""
-    x = s2 - level[:, None]
+    x = s2 - level
     x = tl.where(x < LOWEST, LOWEST, x)
     e = tl.exp2(x)
-    pull = a[:, None]
+    pull = a
     if LEVEL >= 1:
-        pull += x * (b[:, None] + x * c[:, None])
+        pull += x * (b + x * c)
     if VALUE:
         pull += along
     ds = e * pull
     if TARGET:
-        ds += tl.where(aim[:, None] == cols[None, :], aimed[:, None], 0.0)
+        ds += tl.where(aim == cols, aimed, 0.0)
     ds = tl.where(seen, ds, 0.0)
     inner = ds
     if SOFTCAP > 0.0:
@@ -95,7 +95,8 @@ def rows(
     QUERY_OUT: tl.constexpr, SCALE_OUT: tl.constexpr, BIAS_OUT: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
     START: tl.constexpr, STOP: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr,
-    CAREFUL: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     LOW: tl.constexpr = query.dtype.element_ty
     SKIPS: tl.constexpr = SEGMENT | MASK
@@ -111,10 +112,10 @@ def rows(
     q, sharp, aim, begin, end, segment = row_side(
         query, scale, target, start, stop, query_segment, offsets, entry, own,
         query_row, query_col, scale_row, target_row, start_row, stop_row, segment_row, n_batch, n_query, n_key,
-        D, BLOCK_D, TARGET, START, STOP, SEGMENT, DOT, INDEX,
+        D, BLOCK_D, TARGET, START, STOP, SEGMENT, DOT, INDEX, ALIGN,
     )  # fmt: skip
     key_at, value_at, bias_at, key_segment_at, mask_at = key_side(
-        key, value, bias, key_segment, mask, offsets, entry, n_batch, VALUE, BIAS, SEGMENT, MASK
+        key, value, bias, key_segment, mask, offsets, entry, n_batch, VALUE, BIAS, SEGMENT, MASK, ALIGN
     )
     level, a, b, c, aimed, toward = upstream(
         peak, g_mass, g_first, g_second, g_moment, g_target, entry, own, n_query,
@@ -131,7 +132,8 @@ def rows(
     for n in tl.range(lo, hi, BLOCK_N):
         cols = (n + tl.arange(0, BLOCK_N)).to(INDEX)
         seen = visibility(
-            own, cols, begin, end, segment, key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
+            own[:, None], cols[None, :], begin[:, None], end[:, None], segment[:, None],
+            key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
             n_query, n_key, START, STOP, SEGMENT, MASK, HOLE,
         )  # fmt: skip
         todo = True
@@ -144,7 +146,19 @@ def rows(
             ).to(DOT)
             product = tl.dot(q, k, input_precision=PRECISION, out_dtype=ACC)
             s2, seen, slope = scores(
-                product, seen, sharp, own, cols, bias_at, bias_row, bias_col, n_query, n_key, BIAS, SOFTCAP, CAP_BIAS
+                product,
+                seen,
+                sharp[:, None],
+                own[:, None],
+                cols[None, :],
+                bias_at,
+                bias_row,
+                bias_col,
+                n_query,
+                n_key,
+                BIAS,
+                SOFTCAP,
+                CAP_BIAS,
             )
             along = product
             if VALUE:
@@ -155,7 +169,22 @@ def rows(
                 ).to(DOT)
                 along = tl.dot(toward, v, input_precision=PRECISION, out_dtype=ACC)
             _, ds, inner = flow(
-                s2, seen, slope, along, cols, level, a, b, c, aim, aimed, LEVEL, VALUE, TARGET, SOFTCAP, CAP_BIAS
+                s2,
+                seen,
+                slope,
+                along,
+                cols[None, :],
+                level[:, None],
+                a[:, None],
+                b[:, None],
+                c[:, None],
+                aim[:, None],
+                aimed[:, None],
+                LEVEL,
+                VALUE,
+                TARGET,
+                SOFTCAP,
+                CAP_BIAS,
             )
             if BIAS_OUT:
                 total += tl.sum(ds, 1)
@@ -189,7 +218,8 @@ def keys(
     KEY_OUT: tl.constexpr, VALUE_OUT: tl.constexpr, BIAS_OUT: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
     START: tl.constexpr, STOP: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr,
-    CAREFUL: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     LOW: tl.constexpr = query.dtype.element_ty
     SKIPS: tl.constexpr = SEGMENT | MASK
@@ -210,16 +240,16 @@ def keys(
     for member in tl.range(0, n_members):
         entry = tl.load(members + group * n_members + member)
         key_at, value_at, bias_at, key_segment_at, mask_at = key_side(
-            key, value, bias, key_segment, mask, offsets, entry, n_batch, VALUE, BIAS, SEGMENT, MASK
+            key, value, bias, key_segment, mask, offsets, entry, n_batch, VALUE, BIAS, SEGMENT, MASK, ALIGN
         )
         k = tl.load(
-            key_at + cols[None, :] * key_row + d[:, None] * key_col, mask=inside[None, :] & (d < D)[:, None], other=0.0
+            key_at + cols[:, None] * key_row + d[None, :] * key_col, mask=inside[:, None] & (d < D)[None, :], other=0.0
         ).to(DOT)
         v = k
         if VALUE:
             v = tl.load(
-                value_at + cols[None, :] * value_row + dv[:, None] * value_col,
-                mask=inside[None, :] & (dv < V)[:, None],
+                value_at + cols[:, None] * value_row + dv[None, :] * value_col,
+                mask=inside[:, None] & (dv < V)[None, :],
                 other=0.0,
             ).to(DOT)
         lo = 0
@@ -233,10 +263,11 @@ def keys(
             q, sharp, aim, begin, end, segment = row_side(
                 query, scale, target, start, stop, query_segment, offsets, entry, own,
                 query_row, query_col, scale_row, target_row, start_row, stop_row, segment_row, n_batch, n_query, n_key,
-                D, BLOCK_D, TARGET, START, STOP, SEGMENT, DOT, INDEX,
+                D, BLOCK_D, TARGET, START, STOP, SEGMENT, DOT, INDEX, ALIGN,
             )  # fmt: skip
             seen = visibility(
-                own, cols, begin, end, segment, key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
+                own[None, :], cols[:, None], begin[None, :], end[None, :], segment[None, :],
+                key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
                 n_query, n_key, START, STOP, SEGMENT, MASK, HOLE,
             )  # fmt: skip
             todo = True
@@ -247,26 +278,40 @@ def keys(
                     peak, g_mass, g_first, g_second, g_moment, g_target, entry, own, n_query,
                     V, BLOCK_V, LEVEL, VALUE, TARGET, LOW, DOT, ACC,
                 )  # fmt: skip
-                product = tl.dot(q, k, input_precision=PRECISION, out_dtype=ACC)
+                product = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC)
                 s2, seen, slope = scores(
-                    product, seen, sharp, own, cols, bias_at, bias_row, bias_col, n_query, n_key,
-                    BIAS, SOFTCAP, CAP_BIAS,
+                    product, seen, sharp[None, :], own[None, :], cols[:, None],
+                    bias_at, bias_row, bias_col, n_query, n_key, BIAS, SOFTCAP, CAP_BIAS,
                 )  # fmt: skip
                 along = product
                 if VALUE:
-                    along = tl.dot(toward, v, input_precision=PRECISION, out_dtype=ACC)
+                    along = tl.dot(v, tl.trans(toward), input_precision=PRECISION, out_dtype=ACC)
                 e, ds, inner = flow(
-                    s2, seen, slope, along, cols, level, a, b, c, aim, aimed, LEVEL, VALUE, TARGET, SOFTCAP, CAP_BIAS
+                    s2,
+                    seen,
+                    slope,
+                    along,
+                    cols[:, None],
+                    level[None, :],
+                    a[None, :],
+                    b[None, :],
+                    c[None, :],
+                    aim[None, :],
+                    aimed[None, :],
+                    LEVEL,
+                    VALUE,
+                    TARGET,
+                    SOFTCAP,
+                    CAP_BIAS,
                 )
                 if BIAS_OUT:
-                    bias_acc += tl.sum(ds, 0)
+                    bias_acc += tl.sum(ds, 1)
                 if VALUE_OUT:
-                    weight = tl.trans(e.to(LOW).to(DOT))
-                    value_acc = tl.dot(weight, toward, value_acc, input_precision=PRECISION, out_dtype=ACC)
+                    value_acc = tl.dot(e.to(LOW).to(DOT), toward, value_acc, input_precision=PRECISION, out_dtype=ACC)
                 if KEY_OUT:
                     if CAREFUL:
                         q = tl.where(q - q == 0, q, 0.0).to(DOT)
-                    weight = tl.trans((inner * sharp[:, None]).to(LOW).to(DOT))
+                    weight = (inner * sharp[None, :]).to(LOW).to(DOT)
                     key_acc = tl.dot(weight, q, key_acc, input_precision=PRECISION, out_dtype=ACC)
     at = group.to(tl.int64) * n_key + cols
     if KEY_OUT:
@@ -293,7 +338,8 @@ def pairs(
     LEVEL: tl.constexpr, VALUE: tl.constexpr, TARGET: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
     START: tl.constexpr, STOP: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr,
-    ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     LOW: tl.constexpr = query.dtype.element_ty
     SKIPS: tl.constexpr = START | STOP | SEGMENT | MASK
@@ -312,13 +358,14 @@ def pairs(
         q, sharp, aim, begin, end, segment = row_side(
             query, scale, target, start, stop, query_segment, offsets, entry, own,
             query_row, query_col, scale_row, target_row, start_row, stop_row, segment_row, n_batch, n_query, n_key,
-            D, BLOCK_D, TARGET, START, STOP, SEGMENT, DOT, INDEX,
+            D, BLOCK_D, TARGET, START, STOP, SEGMENT, DOT, INDEX, ALIGN,
         )  # fmt: skip
         key_at, value_at, bias_at, key_segment_at, mask_at = key_side(
-            key, value, bias, key_segment, mask, offsets, entry, n_batch, VALUE, BIAS, SEGMENT, MASK
+            key, value, bias, key_segment, mask, offsets, entry, n_batch, VALUE, BIAS, SEGMENT, MASK, ALIGN
         )
         seen = visibility(
-            own, cols, begin, end, segment, key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
+            own[:, None], cols[None, :], begin[:, None], end[:, None], segment[:, None],
+            key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
             n_query, n_key, START, STOP, SEGMENT, MASK, HOLE,
         )  # fmt: skip
         todo = True
@@ -336,7 +383,19 @@ def pairs(
             ).to(DOT)
             product = tl.dot(q, k, input_precision=PRECISION, out_dtype=ACC)
             s2, seen, slope = scores(
-                product, seen, sharp, own, cols, bias_at, bias_row, bias_col, n_query, n_key, BIAS, SOFTCAP, CAP_BIAS
+                product,
+                seen,
+                sharp[:, None],
+                own[:, None],
+                cols[None, :],
+                bias_at,
+                bias_row,
+                bias_col,
+                n_query,
+                n_key,
+                BIAS,
+                SOFTCAP,
+                CAP_BIAS,
             )
             along = product
             if VALUE:
@@ -347,7 +406,22 @@ def pairs(
                 ).to(DOT)
                 along = tl.dot(toward, v, input_precision=PRECISION, out_dtype=ACC)
             _, ds, _ = flow(
-                s2, seen, slope, along, cols, level, a, b, c, aim, aimed, LEVEL, VALUE, TARGET, SOFTCAP, CAP_BIAS
+                s2,
+                seen,
+                slope,
+                along,
+                cols[None, :],
+                level[:, None],
+                a[:, None],
+                b[:, None],
+                c[:, None],
+                aim[:, None],
+                aimed[:, None],
+                LEVEL,
+                VALUE,
+                TARGET,
+                SOFTCAP,
+                CAP_BIAS,
             )
             acc += ds
     whole = (own < n_query)[:, None] & inside[None, :]

@@ -3,7 +3,8 @@
     s2 = log2(e) (softcap(scale <query, key>) + bias)        -inf where a row does not see a key
 
 Scores are in base 2, since a GPU has exp2 and no exp: one multiplication less for every score. What leaves a kernel is
-natural again. Legend: M rows of a tile, N its keys; `rows` and `cols` are their indices.
+natural again. Legend: M rows of a tile, N its keys; `rows` and `cols` are their indices. A tile may lie either way:
+what belongs to rows comes as (M, 1) and what belongs to keys as (1, N), or as (1, M) and (N, 1).
 
 Every switch is a constexpr, so what is not asked for costs nothing:
     BIAS          0 none, 1 by row, 2 by key, 3 dense          CAP_BIAS    it is added before the softcap
@@ -43,21 +44,21 @@ def visibility(
     key_segment_col, mask_row, mask_col, n_query, n_key,
     START: tl.constexpr, STOP: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr,
 ):  # fmt: skip
-    """Which keys each row sees, (M, N), as far as the support tells; start, stop and segment are those of the rows."""
-    seen = (rows < n_query)[:, None] & (cols < n_key)[None, :]
+    """Which keys each row sees, as far as the support tells; start, stop and segment are those of the rows."""
+    seen = (rows < n_query) & (cols < n_key)
     inside = seen
     if START:
-        seen = seen & (cols[None, :] >= start[:, None])
+        seen = seen & (cols >= start)
     if STOP:
-        seen = seen & (cols[None, :] < stop[:, None])
+        seen = seen & (cols < stop)
     if SEGMENT:
         own = tl.load(key_segment_at + cols * key_segment_col, mask=cols < n_key, other=0)
-        seen = seen & (segment[:, None] == own[None, :])
+        seen = seen & (segment == own)
     if MASK:
-        shown = tl.load(mask_at + rows[:, None] * mask_row + cols[None, :] * mask_col, mask=inside, other=0)
+        shown = tl.load(mask_at + rows * mask_row + cols * mask_col, mask=inside, other=0)
         seen = seen & (shown != 0)
     if HOLE:
-        seen = seen & (rows[:, None] != cols[None, :])
+        seen = seen & (rows != cols)
     return seen
 
 
@@ -70,28 +71,28 @@ def scores(
     slope = product
     if BIAS == 0:
         if SOFTCAP == 0.0:
-            s2 = product * (scale * LOG2E)[:, None]
+            s2 = product * (scale * LOG2E)
         else:
-            t = tanh(product * (scale / SOFTCAP)[:, None])
+            t = tanh(product * (scale / SOFTCAP))
             s2 = t * (SOFTCAP * LOG2E)
             slope = 1 - t * t
     else:
         if BIAS == 1:
-            bias = tl.load(bias_at + rows * bias_row, mask=rows < n_query, other=0.0)[:, None]
+            bias = tl.load(bias_at + rows * bias_row, mask=rows < n_query, other=0.0)
         elif BIAS == 2:
-            bias = tl.load(bias_at + cols * bias_col, mask=cols < n_key, other=0.0)[None, :]
+            bias = tl.load(bias_at + cols * bias_col, mask=cols < n_key, other=0.0)
         else:
-            bias = tl.load(bias_at + rows[:, None] * bias_row + cols[None, :] * bias_col, mask=seen, other=0.0)
+            bias = tl.load(bias_at + rows * bias_row + cols * bias_col, mask=seen, other=0.0)
         bias = bias.to(product.dtype)
         seen = seen & (bias != float("-inf"))
         if SOFTCAP == 0.0:
-            s2 = product * (scale * LOG2E)[:, None] + bias * LOG2E
+            s2 = product * (scale * LOG2E) + bias * LOG2E
         elif CAP_BIAS:
-            t = tanh((product * scale[:, None] + bias) * (1.0 / SOFTCAP))
+            t = tanh((product * scale + bias) * (1.0 / SOFTCAP))
             s2 = t * (SOFTCAP * LOG2E)
             slope = 1 - t * t
         else:
-            t = tanh(product * (scale / SOFTCAP)[:, None])
+            t = tanh(product * (scale / SOFTCAP))
             s2 = t * (SOFTCAP * LOG2E) + bias * LOG2E
             slope = 1 - t * t
     return tl.where(seen, s2, float("-inf")), seen, slope
@@ -102,12 +103,12 @@ def row_side(
     query, scale, target, start, stop, query_segment, offsets, entry, rows,
     query_row, query_col, scale_row, target_row, start_row, stop_row, segment_row, n_batch, n_query, n_key,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr, START: tl.constexpr, STOP: tl.constexpr,
-    SEGMENT: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
+    SEGMENT: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """What a tile of rows brings: queries (M, D), scale, target, first key and key after the last, segment."""
     there = rows < n_query
     d = tl.arange(0, BLOCK_D).to(INDEX)
-    at = query + tl.load(offsets + entry) + rows[:, None] * query_row + d[None, :] * query_col
+    at = query + tl.multiple_of(tl.load(offsets + entry), ALIGN) + rows[:, None] * query_row + d[None, :] * query_col
     q = tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(DOT)
     sharp = tl.load(scale + tl.load(offsets + 3 * n_batch + entry) + rows * scale_row, mask=there, other=0.0)
     aim = rows
@@ -131,13 +132,13 @@ def row_side(
 @triton.jit
 def key_side(
     key, value, bias, key_segment, mask, offsets, entry, n_batch,
-    VALUE: tl.constexpr, BIAS: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr,
+    VALUE: tl.constexpr, BIAS: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Where an entry's keys, values, biases, segment ids and mask begin; some address stands for what is absent."""
-    key_at = key + tl.load(offsets + n_batch + entry)
+    key_at = key + tl.multiple_of(tl.load(offsets + n_batch + entry), ALIGN)
     value_at = key_at
     if VALUE:
-        value_at = value + tl.load(offsets + 2 * n_batch + entry)
+        value_at = value + tl.multiple_of(tl.load(offsets + 2 * n_batch + entry), ALIGN)
     bias_at = key_at
     if BIAS > 0:
         bias_at = bias + tl.load(offsets + 4 * n_batch + entry)

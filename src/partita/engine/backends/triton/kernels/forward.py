@@ -10,6 +10,7 @@ begins stands in `offsets` (one row of B numbers per operand): any broadcast and
     SPLIT    the keys are shared out over several programs, each of which leaves raw sums for `decode.merge`
     DOT      dtype of the factors of a product: the operands' own, but float32 for bfloat16 in the interpreter
     INDEX    int64 where an operand's entry is too large for offsets in int32
+    ALIGN    what divides the offsets of query, key and value: told, 16 bytes are read at once, and not one number
 """
 
 import triton
@@ -115,7 +116,7 @@ def forward(
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
     START: tl.constexpr, STOP: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr,
     SPLIT: tl.constexpr, CAREFUL: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     LOW: tl.constexpr = query.dtype.element_ty
     COUNTED: tl.constexpr = (BIAS > 0) | SEGMENT | MASK
@@ -135,10 +136,10 @@ def forward(
     q, sharp, aim, begin, end, segment = row_side(
         query, scale, target, start, stop, query_segment, offsets, entry, wide,
         query_row, query_col, scale_row, target_row, start_row, stop_row, segment_row, n_batch, n_query, n_key,
-        D, BLOCK_D, TARGET, START, STOP, SEGMENT, DOT, INDEX,
+        D, BLOCK_D, TARGET, START, STOP, SEGMENT, DOT, INDEX, ALIGN,
     )  # fmt: skip
     key_at, value_at, bias_at, key_segment_at, mask_at = key_side(
-        key, value, bias, key_segment, mask, offsets, entry, n_batch, VALUE, BIAS, SEGMENT, MASK
+        key, value, bias, key_segment, mask, offsets, entry, n_batch, VALUE, BIAS, SEGMENT, MASK, ALIGN
     )
     lo = 0
     hi = n_key
@@ -162,7 +163,8 @@ def forward(
         cols = n + tl.arange(0, BLOCK_N)
         far = cols.to(INDEX)
         seen = visibility(
-            wide, far, begin, end, segment, key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
+            wide[:, None], far[None, :], begin[:, None], end[:, None], segment[:, None],
+            key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
             n_query, n_key, START, STOP, SEGMENT, MASK, HOLE,
         )  # fmt: skip
         todo = True
@@ -177,7 +179,19 @@ def forward(
             ).to(DOT)
             product = tl.dot(q, k, input_precision=PRECISION)
             s2, seen, _ = scores(
-                product, seen, sharp, wide, far, bias_at, bias_row, bias_col, n_query, n_key, BIAS, SOFTCAP, CAP_BIAS
+                product,
+                seen,
+                sharp[:, None],
+                wide[:, None],
+                far[None, :],
+                bias_at,
+                bias_row,
+                bias_col,
+                n_query,
+                n_key,
+                BIAS,
+                SOFTCAP,
+                CAP_BIAS,
             )
             if TARGET:
                 found = tl.sum(tl.where(aim[:, None] == cols[None, :], s2, 0.0), 1)
@@ -241,7 +255,8 @@ def forward(
             cols = n + tl.arange(0, BLOCK_N)
             far = cols.to(INDEX)
             seen = visibility(
-                wide, far, begin, end, segment, key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
+                wide[:, None], far[None, :], begin[:, None], end[:, None], segment[:, None],
+                key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
                 n_query, n_key, START, STOP, SEGMENT, MASK, HOLE,
             )  # fmt: skip
             k = tl.load(
@@ -251,7 +266,19 @@ def forward(
             ).to(DOT)
             product = tl.dot(q, k, input_precision=PRECISION)
             s2, seen, _ = scores(
-                product, seen, sharp, wide, far, bias_at, bias_row, bias_col, n_query, n_key, BIAS, SOFTCAP, CAP_BIAS
+                product,
+                seen,
+                sharp[:, None],
+                wide[:, None],
+                far[None, :],
+                bias_at,
+                bias_row,
+                bias_col,
+                n_query,
+                n_key,
+                BIAS,
+                SOFTCAP,
+                CAP_BIAS,
             )
             ahead = (s2 > score[:, None]) & (cols[None, :] != aim[:, None])
             rank += tl.sum(ahead.to(tl.int64), 1)
