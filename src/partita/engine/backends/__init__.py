@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import overload
 
 from partita.engine.backends import native, tiled, triton
-from partita.engine.backends.protocol import Backend
+from partita.engine.backends.protocol import Backend, Divergences
+from partita.engine.backends.tiled import columns, pair
 from partita.engine.request import Request
 from partita.errors import BackendError
 
@@ -25,8 +26,24 @@ TABLE = {
     for entry in (
         native.BACKEND,
         triton.BACKEND,
-        Backend("tiled", "on any device, slower than native", tiled.always, tiled.forward, tiled.backward),
-        Backend("dense", "but holds every score at once", tiled.always, tiled.forward_whole, tiled.backward_whole),
+        Backend(
+            "tiled",
+            "on any device, slower than native",
+            tiled.always,
+            tiled.forward,
+            tiled.backward,
+            column_sums=columns.column_sums,
+            divergences=Divergences(pair.divergence, pair.divergence_backward),
+        ),
+        Backend(
+            "dense",
+            "but holds every score at once",
+            tiled.always,
+            tiled.forward_whole,
+            tiled.backward_whole,
+            column_sums=columns.column_sums_whole,
+            divergences=Divergences(pair.divergence_whole, pair.divergence_backward_whole),
+        ),
     )
 }
 _choice: ContextVar[str | None] = ContextVar("partita_backend", default=None)
@@ -86,16 +103,18 @@ def asked() -> tuple[Backend, ...]:
     return tuple(TABLE.values()) if name == "auto" else (TABLE[name],)
 
 
-def choose(request: Request, name: str = "") -> Backend:
-    """The backend of that name ("": what is asked for now), or the first that can serve."""
+def choose(request: Request, name: str = "", other: Request | None = None) -> Backend:
+    """The backend of that name ("": what is asked for now), or the first that can serve; `other` is served with it."""
     name = name or current()
+    asked = (request,) if other is None else (request, other)
     if name != "auto":
         entry = TABLE[_known(name)]
-        reason = entry.why_not(request)
-        if reason is not None:
-            raise BackendError(f"backend {name!r} cannot serve this request: {reason}. Use backend('auto').")
+        for each in asked:
+            reason = entry.why_not(each)
+            if reason is not None:
+                raise BackendError(f"backend {name!r} cannot serve this request: {reason}. Use backend('auto').")
         return entry
-    return next(entry for entry in TABLE.values() if (entry.why_not(request) or entry.unasked(request)) is None)
+    return next(e for e in TABLE.values() if all((e.why_not(each) or e.unasked(each)) is None for each in asked))
 
 
 def explain(request: Request) -> str:

@@ -125,7 +125,7 @@ def _geometry(
     rows = tuple(q[:-1])
     like_query, strides = _placed(q, query_strides, V)
     at_mean = offsets(rows[:-1], rows[:-1], strides[:-2])
-    sums = layout.SUMS.pack(*(0,) * 11, True, True, at_mean.data_ptr(), strides[-2])
+    sums = layout.SUMS.pack(*(0,) * 11, True, True, at_mean.data_ptr(), strides[-2], 0, 0, 0)
     reach = extent(q, query_strides), extent(k, key_strides), extent(v, value_strides)
     return Geometry(problem, sums, rows, like_query, reach, (*tables, at_mean))
 

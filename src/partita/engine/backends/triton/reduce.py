@@ -43,7 +43,7 @@ def _empty_as(request: Request, shape: tuple[int, ...]) -> Tensor:
 
 
 def forward(request: Request) -> Sums:
-    if _nothing(request):
+    if _nothing(request) or request.extremes:
         return tiled.forward(request)
     found = parts(request) if len(request.terms) > 1 else None
     sums = _folded(request) if found is None else forward_parts(request, found, _folded)
