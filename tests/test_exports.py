@@ -181,7 +181,7 @@ def test_every_export_has_an_oracle(name):
 def modules() -> list[str]:
     """Every module of the package, but the library, which is none, and what needs packages that may not be here."""
     found = [module.name for module in pkgutil.walk_packages(partita.__path__, "partita.")]
-    optional = ("partita.hf", "partita.adapters", "partita.__main__")
+    optional = ("partita.hf", "partita.adapters", "partita.__main__", "partita.engine.backends.triton.kernels")
     return [name for name in found if not name.endswith(".libpartita_native") and not name.startswith(optional)]
 
 

@@ -11,8 +11,8 @@ import os
 import pytest
 
 DIRECTLY = (
-    "finite differences take some 300 passes, 16 s each of them in the interpreter; tests/triton compares the same "
-    "gradients, of every support over several tiles, with those of the dense backend, which this test has checked"
+    "finite differences take hundreds of passes, 16 s a test in the interpreter; tests/triton compares the same "
+    "gradients, over several tiles, with those of the dense backend, which this test has checked"
 )
 SECOND = "second derivatives are those of the tiled backend whatever backend serves the pass: no kernel is asked"
 

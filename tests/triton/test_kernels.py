@@ -59,6 +59,12 @@ def test_biases_by_row_by_key_and_dense_in_a_batch_that_shares_keys(shape, softc
     compare(given, softcap=softcap)
 
 
+def test_operands_that_broadcast_each_in_its_own_way_get_gradients_of_their_shape():
+    """Rows (2, 3): the query lacks one dimension, key and value the other or both, bias and scale what they like."""
+    shapes = {"query": (2, 1, 33, 4), "key": (3, 35, 4), "value": (1, 35, 2), "bias": (2, 1, 1, 35), "scale": (3, 1)}
+    compare({name: normal(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}, terms=6 * (33 + 35 + 4))
+
+
 def test_a_bias_before_the_softcap_and_hidden_keys():
     bias = normal(1, 45, seed=5).masked_fill(torch.arange(45, device=DEVICE) % 7 == 0, -torch.inf)
     compare(operands(bias=bias), softcap=1.5, cap_bias=True)

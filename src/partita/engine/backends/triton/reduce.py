@@ -119,7 +119,8 @@ def _boost(g: Upstream) -> Tensor:
     """A power of two that makes the largest gradient about 1: float16 would lose what is 1e-7 of nothing much."""
     largest = [x.abs().amax() for x in (g.mass, g.first, g.second, g.moment, g.target) if x is not None]
     top = torch.stack(largest).amax()
-    return torch.where(top.isfinite() & (top > 0), torch.exp2(-torch.floor(torch.log2(top))), torch.ones_like(top))
+    power = torch.floor(torch.log2(top)).clamp(-100, 100)  # 2^-power must be a number, too
+    return torch.where(top.isfinite() & (top > 0), torch.exp2(-power), torch.ones_like(top))
 
 
 def _times(g: Upstream, factor: Tensor) -> Upstream:

@@ -10,7 +10,7 @@ device was at hand. The reasons, in the order in which they count:
   of keys is read by more rows. The variance costs registers; the tiles are those that it allows.
 - Backward passes hold two sums and two products at once: tiles of 32 rows by 64 keys where they would spill otherwise.
 - float32 products are made of ordinary multiplications at NVIDIA (tf32 would not be float32): small tiles, since all of
-  it is unrolled into registers.
+  it is unrolled into registers. Above 64 features the backward of the rows spills there whatever the tile.
 
 PARTITA_TRITON_AUTOTUNE=1 asks the device instead (`autotune`).
 """
@@ -63,8 +63,10 @@ _TABLE = {
     ("backward_keys", 16, "sm_90"): (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "sm_100"): (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "gfx942"): (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ("backward_rows", 32, "sm_80"): (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ("backward_rows", 32, "sm_80"): (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     ("backward_rows", 32, "gfx942"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    ("backward_keys", 32, "sm_80"): (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ("backward_keys", 32, "gfx942"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_pairs", 16, "sm_80"): (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_pairs", 32, "sm_80"): (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     ("decode", 16, "sm_80"): (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
@@ -104,12 +106,9 @@ def tabled(key: Key) -> Tile:
     special = _AT_LEVEL.get(key._replace(dtype=torch.bfloat16, target=target)) if bits == 16 else None
     if special is not None:
         return special
-    kind = key.kind
-    if kind == "backward_keys" and (kind, bits, target) not in _TABLE and bits == 32:
-        kind = "backward_rows"  # of float32, where nothing else was found
-    while (kind, bits, target) not in _TABLE:
+    while (key.kind, bits, target) not in _TABLE:
         target = _ALIKE[target]
-    return _TABLE[kind, bits, target][0 if key.dim <= 64 else 1 if key.dim <= 128 else 2]
+    return _TABLE[key.kind, bits, target][0 if key.dim <= 64 else 1 if key.dim <= 128 else 2]
 
 
 def _family(target: str) -> str:
