@@ -122,6 +122,32 @@ def masked(keep: Tensor) -> tuple[object, Tensor]:
     return partita.support.mask(keep), keep
 
 
+def strided(n_query: int, n_key: int, stride: int, reach: int) -> tuple[object, Tensor]:
+    i, j = grid(n_query, n_key)
+    return partita.support.strided(stride, reach), ((i - j) % stride == 0) | ((i - j).abs() <= reach)
+
+
+def dilated(n_query: int, n_key: int, step: int, left: int | None, right: int | None) -> tuple[object, Tensor]:
+    i, j = grid(n_query, n_key)
+    inside = (j - i) % step == 0
+    if left is not None:
+        inside &= j >= i - left * step
+    if right is not None:
+        inside &= j <= i + right * step
+    return partita.support.dilated(step, left, right), inside
+
+
+def blocks(n_query: int, n_key: int, block: int, layout: Tensor) -> tuple[object, Tensor]:
+    i, j = grid(n_query, n_key)
+    return partita.support.blocks(block, layout), layout[..., i // block, j // block]
+
+
+def global_tokens(n_query: int, n_key: int, positions: list[int]) -> tuple[object, Tensor]:
+    i, j = grid(n_query, n_key)
+    chosen = torch.tensor(positions)
+    return partita.support.global_tokens(positions), torch.isin(i, chosen) | torch.isin(j, chosen)
+
+
 def both(a: tuple[object, Tensor], b: tuple[object, Tensor]) -> tuple[object, Tensor]:
     return a[0] & b[0], a[1] & b[1]  # type: ignore[operator]
 
@@ -151,6 +177,14 @@ def catalogue(n_query: int, n_key: int, batch: tuple[int, ...] = ()) -> dict[str
         "not-self": not_self(n_query, n_key),
         "mask": masked(some),
     }
+    sketch = torch.rand(*batch, -(-n_query // 3), -(-n_key // 3), generator=g) < 0.5
+    kinds["strided"] = strided(n_query, n_key, 4, 1)
+    kinds["dilated"] = dilated(n_query, n_key, 2, 2, 1)
+    kinds["blocks"] = blocks(n_query, n_key, 3, sketch)
+    kinds["global | window"] = either(global_tokens(n_query, n_key, [0, 1, 5]), kinds["window"])
+    kinds["(blocks | global | window) & causal"] = both(
+        either(kinds["blocks"], kinds["global | window"]), kinds["causal"]
+    )
     kinds["causal & lengths"] = both(kinds["causal"], kinds["lengths"])
     kinds["segments & causal"] = both(kinds["segments"], kinds["causal"])
     kinds["not-self & mask"] = both(kinds["not-self"], kinds["mask"])
@@ -176,7 +210,7 @@ def supports(
         return (both if draw(st.booleans()) else either)(a, b)
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     reach = st.one_of(st.none(), st.integers(-2, n_key + 1))
-    kind = draw(st.sampled_from(["all", "causal", "window", "lengths", "segments", "not_self", "mask"]))
+    kind = draw(st.sampled_from(["all", "causal", "window", "lengths", "segments", "not_self", "mask", "pattern"]))
     if kind == "causal":
         return causal(n_query, n_key, draw(st.sampled_from(["top-left", "bottom-right"])))
     if kind == "window":
@@ -188,10 +222,29 @@ def supports(
         shape = draw(st.sampled_from([batch[:cut] for cut in range(len(batch) + 1)]))
         ids = [torch.randint(0, 3, (*shape, n), generator=g) for n in (n_query, n_key)]
         return segments(ids[0], ids[1], len(batch))
+    if kind == "pattern":
+        return draw(patterns(n_query, n_key, batch))
     if kind == "mask":
         shape = draw(st.sampled_from([batch, ()]))
         return masked(torch.rand(*shape, n_query, n_key, generator=g) < draw(st.sampled_from([0.2, 0.7])))
     return not_self(n_query, n_key) if kind == "not_self" else everything(n_query, n_key)
+
+
+@st.composite
+def patterns(draw: st.DrawFn, n_query: int, n_key: int, batch: tuple[int, ...] = ()) -> tuple[object, Tensor]:
+    """A pattern of sparse attention."""
+    step = draw(st.integers(1, 5))
+    kind = draw(st.sampled_from(["strided", "dilated", "blocks", "global"]))
+    if kind == "strided":
+        return strided(n_query, n_key, step, draw(st.integers(0, 3)))
+    if kind == "dilated":
+        reach = st.one_of(st.none(), st.integers(-1, 4))
+        return dilated(n_query, n_key, step, draw(reach), draw(reach))
+    if kind == "blocks":
+        g = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+        shape = (*draw(st.sampled_from([batch, ()])), -(-n_query // step), -(-n_key // step))
+        return blocks(n_query, n_key, step, torch.rand(shape, generator=g) < draw(st.sampled_from([0.2, 0.7])))
+    return global_tokens(n_query, n_key, draw(st.lists(st.integers(0, 14), max_size=4)))
 
 
 # Problems ------------------------------------------------------------------------------------------------------------

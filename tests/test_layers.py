@@ -57,7 +57,7 @@ BESIDE = {
     ("processes", "rows"),
 }
 # A support bound to sizes: these files of the engine know no request, and stand below it.
-TERMS = ("axes", "terms", "visibility")
+TERMS = ("axes", "terms", "disjoint", "visibility")
 # Faces read a distribution and never its engine, but the two types that their signatures name.
 FACES = ("losses", "contrastive", "attn", "theory", "metrics")
 PUBLIC_TYPES = {"Stats", "State", "Sums", "Term", "Visibility"}

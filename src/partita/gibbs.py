@@ -12,17 +12,18 @@ from torch import Tensor
 from partita._checks import broadcast, check_whole
 from partita.engine import State, Stats
 from partita.engine import explain as explain_request
+from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import attention as plain_attention
 from partita.engine.execute import both_ways, execute, sample, scores, top, weighted_nll
 from partita.engine.request import Request, build, extend
 from partita.engine.sums import Sums
 from partita.engine.terms import Term
-from partita.engine.terms import visible as visible_keys
 from partita.errors import DtypeError, ValueRangeError
 from partita.precision import output_dtype
 from partita.scale import Policy, TargetEntropy
 from partita.solve import as_mask, solve_scale
-from partita.support import Support, check_support
+from partita.support import Support
+from partita.support.base import check_support
 
 __all__ = ["Gibbs", "explain", "plain_attention"]
 

@@ -19,7 +19,8 @@ from torch import Tensor, library, nn
 from partita._checks import check_pair, check_positive, finite, has_values
 from partita.engine.terms import Term, pack, unpack, window_mask
 from partita.errors import ShapeError, ValueRangeError
-from partita.support import Support, check_support
+from partita.support import Support
+from partita.support.base import check_support
 
 __all__ = [
     "CalibratedLog",

@@ -16,13 +16,14 @@ from torch import Tensor, library
 
 from partita import _checks
 from partita.engine import State
+from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import execute
 from partita.engine.request import Request, build
 from partita.engine.terms import pack, unpack
-from partita.engine.terms import visible as visible_keys
 from partita.errors import ShapeError, ValueRangeError
 from partita.precision import product
-from partita.support import Support, check_support, mask
+from partita.support import Support, mask
+from partita.support.base import check_support
 
 __all__ = ["as_mask", "solve_scale"]
 

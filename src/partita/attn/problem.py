@@ -17,6 +17,7 @@ from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.scale import Policy, TargetEntropy
 from partita.support import Support
+from partita.support.base import check_support
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,7 +53,7 @@ def _ingredients(
     scale = options.get("scale")
     check_matrix("query", query)
     check_matrix("key", key)
-    supports.check_support(support)
+    check_support(support)
     rule, bias = (bias, None) if isinstance(bias, Bias) else (None, bias)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita.engine.terms import Term, visible
+from partita.engine.disjoint import visible
+from partita.engine.terms import Term
 
 __all__ = ["Visibility"]
 

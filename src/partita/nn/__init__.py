@@ -13,6 +13,7 @@ from partita.nn.losses import (
     NCELoss,
 )
 from partita.nn.qk_clip import qk_clip_
+from partita.nn.sharpness import init_sharpness_
 from partita.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 from partita.scale import ScalableSoftmax
 
@@ -35,5 +36,6 @@ __all__ = [
     "TemperatureController",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
+    "init_sharpness_",
     "qk_clip_",
 ]

@@ -18,6 +18,7 @@ from partita.engine.backends import tiled
 from partita.engine.backends.native import library, losses, reduce
 from partita.engine.backends.native.plain_attention import attention
 from partita.engine.backends.native.statistics import accumulate
+from partita.engine.backends.parts import backward_parts, forward_parts, parts
 from partita.engine.backends.protocol import Backend, BothWays
 from partita.engine.request import Request
 from partita.engine.sums import OPERANDS, Sums, Upstream
@@ -32,7 +33,7 @@ def why_not(request: Request) -> str | None:
     """None, or why the native library cannot serve this request."""
     if request.query.device.type != "cpu":
         return f"it serves CPU tensors, these are on {request.query.device}"
-    if len(request.terms) > 1 and _union_bytes(request) > _LARGEST_MASK:
+    if len(request.terms) > 1 and parts(request) is None and _union_bytes(request) > _LARGEST_MASK:
         return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
     if request.cap_bias and request.softcap is not None and request.bias is not None:
         return "it adds a bias after the softcap, not before"
@@ -81,33 +82,33 @@ def _operands(
 
 
 def forward(request: Request) -> Sums:
-    found = reduce.reduce(
-        *_operands(request),
-        moments=request.statistics,
-        rank=request.rank,
-        mean=request.mean,
-        as_query=request.as_query,
-        last=request.last,
+    found = parts(request) if len(request.terms) > 1 else None
+    sums = _forward(request) if found is None else forward_parts(request, found, _forward)
+    return tiled.forward(request) if sums is None else sums
+
+
+def _forward(r: Request) -> Sums | None:
+    return reduce.reduce(
+        *_operands(r), moments=r.statistics, rank=r.rank, mean=r.mean, as_query=r.as_query, last=r.last
     )
-    return tiled.forward(request) if found is None else found
 
 
 def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+    def one(part: Request) -> dict[str, Tensor] | None:
+        return _backward(part, peak, g, needs)
+
+    found = parts(request) if len(request.terms) > 1 else None
+    grads = one(request) if found is None else backward_parts(found, one)
+    return tiled.backward(request, peak, g, needs) if grads is None else grads
+
+
+def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor] | None:
     query, key, value, scale, bias = needs
-    found = reduce.reduce_backward(
-        *_operands(request),
-        peak,
-        g.mass,
-        g.first,
-        g.second,
-        g.moment,
-        g.target,
-        (query, key, value, scale, bias),
-    )
+    wanted = (query, key, value, scale, bias)
+    found = reduce.reduce_backward(*_operands(r), peak, g.mass, g.first, g.second, g.moment, g.target, wanted)
     if found is None:
-        return tiled.backward(request, peak, g, needs)
-    pairs = zip(OPERANDS, found, strict=True)
-    return {name: grad for name, grad in pairs if grad is not None}
+        return None
+    return {name: grad for name, grad in zip(OPERANDS, found, strict=True) if grad is not None}
 
 
 # ---- kernels of its own ---------------------------------------------------------------------------------------------

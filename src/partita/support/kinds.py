@@ -1,16 +1,4 @@
-"""Which keys count: lazy descriptions, joined by `&` and `|`.
-
-    causal()                     j <= i                       rows and columns aligned at the top left
-    causal("bottom-right")       j <= i + n_key - n_query     the last row sees every key (cached decoding)
-    window(left, right)          i - left <= j <= i + right   None is unbounded
-    lengths(key_lengths)         j < length                   padding
-    segments(q_ids, k_ids)       q_ids[i] == k_ids[j]         packed documents
-    not_self()                   j != i
-    mask(bool)                   mask[i, j]
-    all()                        every key
-
-Nothing of size n_query * n_key is built, except by `dense`.
-"""
+"""The plain kinds of support: bands, lengths, segments, a hole, a mask."""
 
 from __future__ import annotations
 
@@ -21,98 +9,11 @@ import torch
 from torch import Tensor
 
 from partita._checks import check_bool, check_index_dtype, check_positions, check_whole, has_values, shape_text
-from partita.engine.terms import Term, window_mask
-from partita.engine.terms import visible as visible_keys
+from partita.engine.terms import Term
 from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.support.base import Support, text_of
 
-__all__ = ["Support", "all", "causal", "lengths", "mask", "not_self", "segments", "window"]
-
-_PRINTED = 32  # entries of a tensor that a repr writes out; a larger one is named by its kind and shape
-
-
-@dataclass(frozen=True, eq=False)
-class Support:
-    """Which keys each query may see; `bind` turns it into terms for given sizes."""
-
-    def __and__(self, other: Support) -> Support:
-        return _Both(self, _support(other))
-
-    def __or__(self, other: Support) -> Support:
-        return _Either(self, _support(other))
-
-    def __bool__(self) -> bool:
-        raise DtypeError(
-            "a support is neither true nor false: `and`, `or` and `not` would drop one side of it. "
-            "Join supports with & and |, and ask `support is not None` whether there is one."
-        )
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What it was made of, whose later changes a reader may want to notice."""
-        return ()
-
-    def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
-        raise TypeError("Support is abstract; use support.causal(), support.lengths(...) and their like.")
-
-    def visible(
-        self, n_query: int, n_key: int, batch: Sequence[int] = (), device: torch.device | str | None = None
-    ) -> Tensor:  # (*batch, n_query)
-        """Number of keys each query may see.
-
-        >>> causal().visible(3, 5)
-        tensor([1, 2, 3])
-        """
-        where = _device(device)
-        return visible_keys(self.bind(n_query, n_key, batch, where), n_query, n_key, batch, where)
-
-    def dense(
-        self, n_query: int, n_key: int, batch: Sequence[int] = (), device: torch.device | str | None = None
-    ) -> Tensor:  # (*batch, n_query, n_key)
-        """The whole boolean matrix, for small sizes and for looking at.
-
-        >>> window(1, 0).dense(3, 3).int()
-        tensor([[1, 0, 0],
-                [1, 1, 0],
-                [0, 1, 1]], dtype=torch.int32)
-        """
-        where = _device(device)
-        terms = self.bind(n_query, n_key, batch, where)
-        out = window_mask(terms, slice(0, n_query), slice(0, n_key), where)
-        if out is None:
-            out = torch.ones((), dtype=torch.bool, device=where)
-        return out.expand(*batch, n_query, n_key)
-
-
-def check_support(given: object) -> None:
-    """None, or a support; what is often given in its place is told how to become one."""
-    if given is None or isinstance(given, Support):
-        return
-    if isinstance(given, Tensor):
-        hint = "A boolean tensor becomes one with support.mask(tensor), numbers to be added are a bias"
-    elif callable(given):
-        hint = f"Call it: support.{getattr(given, '__name__', 'causal')}(...)"
-    else:
-        hint = "Make one with support.causal(), support.mask(tensor) and their like"
-    raise DtypeError(f"support must be a partita.support; got {type(given).__name__}. {hint}.")
-
-
-def _support(other: object) -> Support:
-    if other is None:
-        raise DtypeError("a support joins only with a support; got None.")
-    check_support(other)
-    assert isinstance(other, Support)
-    return other
-
-
-def _text(tensor: Tensor) -> str:
-    """A small tensor as one may type it, a large one by what it is."""
-    if not has_values(tensor) or tensor.numel() > _PRINTED:
-        return f"<{str(tensor.dtype).removeprefix('torch.')} {shape_text(tensor)}>"
-    kind = "" if tensor.dtype in (torch.bool, torch.int64) and tensor.numel() else f", dtype={tensor.dtype}"
-    return f"torch.tensor({tensor.tolist()}{kind})"
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.get_default_device() if device is None else torch.device(device)
+__all__ = ["all", "causal", "lengths", "mask", "not_self", "segments", "window"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +55,7 @@ class _Lengths(Support):
 
     def __repr__(self) -> str:
         given = self.key_lengths
-        return f"support.lengths({_text(given) if isinstance(given, Tensor) else given})"
+        return f"support.lengths({text_of(given) if isinstance(given, Tensor) else given})"
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.key_lengths,) if isinstance(self.key_lengths, Tensor) else ()
@@ -180,7 +81,7 @@ class _Segments(Support):
 
     def __repr__(self) -> str:
         ids = (self.query_ids,) if self.query_ids is self.key_ids else (self.query_ids, self.key_ids)
-        return f"support.segments({', '.join(map(_text, ids))})"
+        return f"support.segments({', '.join(map(text_of, ids))})"
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.query_ids, self.key_ids
@@ -205,7 +106,7 @@ class _Mask(Support):
     keep: Tensor
 
     def __repr__(self) -> str:
-        return f"support.mask({_text(self.keep)})"
+        return f"support.mask({text_of(self.keep)})"
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.keep,)
@@ -225,40 +126,6 @@ class _Mask(Support):
                 f"A mask (batch, n_query, n_key) for inputs with heads needs mask[:, None]."
             )
         return (Term(mask=keep.reshape(*[1] * (len(batch) - len(lead)), *lead, *keep.shape[-2:])),)
-
-
-@dataclass(frozen=True, eq=False)
-class _Both(Support):
-    a: Support
-    b: Support
-
-    def __repr__(self) -> str:
-        return " & ".join(f"({x!r})" if isinstance(x, _Either) else repr(x) for x in (self.a, self.b))
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.a.tensors() + self.b.tensors()
-
-    def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
-        a = self.a.bind(n_query, n_key, batch, device)
-        b = self.b.bind(n_query, n_key, batch, device)
-        return tuple(x & y for x in a for y in b)
-
-
-@dataclass(frozen=True, eq=False)
-class _Either(Support):
-    a: Support
-    b: Support
-
-    def __repr__(self) -> str:
-        return f"{self.a!r} | {self.b!r}"
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.a.tensors() + self.b.tensors()
-
-    def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
-        terms = self.a.bind(n_query, n_key, batch, device) + self.b.bind(n_query, n_key, batch, device)
-        trivial = [term for term in terms if term.trivial]
-        return (trivial[0],) if trivial else terms
 
 
 def _leading(name: str, given: Tensor, tail: tuple[int, ...], batch: Sequence[int]) -> Tensor:

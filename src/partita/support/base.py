@@ -1,0 +1,140 @@
+"""What a support is, and how two of them join.
+
+(a & b) shows what both show        (a | b) shows what either shows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita._checks import has_values, shape_text
+from partita.engine.disjoint import visible as visible_keys
+from partita.engine.terms import Term, window_mask
+from partita.errors import DtypeError
+
+__all__ = ["Both", "Either", "Support", "check_support", "text_of"]
+
+_PRINTED = 32  # entries of a tensor that a repr writes out; a larger one is named by its kind and shape
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """Which keys each query may see; `bind` turns it into terms for given sizes."""
+
+    def __and__(self, other: Support) -> Support:
+        return Both(self, _support(other))
+
+    def __or__(self, other: Support) -> Support:
+        return Either(self, _support(other))
+
+    def __bool__(self) -> bool:
+        raise DtypeError(
+            "a support is neither true nor false: `and`, `or` and `not` would drop one side of it. "
+            "Join supports with & and |, and ask `support is not None` whether there is one."
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it was made of, whose later changes a reader may want to notice."""
+        return ()
+
+    def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
+        raise TypeError("Support is abstract; use support.causal(), support.lengths(...) and their like.")
+
+    def visible(
+        self, n_query: int, n_key: int, batch: Sequence[int] = (), device: torch.device | str | None = None
+    ) -> Tensor:  # (*batch, n_query)
+        """Number of keys each query may see.
+
+        >>> causal().visible(3, 5)
+        tensor([1, 2, 3])
+        """
+        where = _device(device)
+        return visible_keys(self.bind(n_query, n_key, batch, where), n_query, n_key, batch, where)
+
+    def dense(
+        self, n_query: int, n_key: int, batch: Sequence[int] = (), device: torch.device | str | None = None
+    ) -> Tensor:  # (*batch, n_query, n_key)
+        """The whole boolean matrix, for small sizes and for looking at.
+
+        >>> window(1, 0).dense(3, 3).int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+        """
+        where = _device(device)
+        terms = self.bind(n_query, n_key, batch, where)
+        out = window_mask(terms, slice(0, n_query), slice(0, n_key), where)
+        if out is None:
+            out = torch.ones((), dtype=torch.bool, device=where)
+        return out.expand(*batch, n_query, n_key)
+
+
+def check_support(given: object) -> None:
+    """None, or a support; what is often given in its place is told how to become one."""
+    if given is None or isinstance(given, Support):
+        return
+    if isinstance(given, Tensor):
+        hint = "A boolean tensor becomes one with support.mask(tensor), numbers to be added are a bias"
+    elif callable(given):
+        hint = f"Call it: support.{getattr(given, '__name__', 'causal')}(...)"
+    else:
+        hint = "Make one with support.causal(), support.mask(tensor) and their like"
+    raise DtypeError(f"support must be a partita.support; got {type(given).__name__}. {hint}.")
+
+
+def _support(other: object) -> Support:
+    if other is None:
+        raise DtypeError("a support joins only with a support; got None.")
+    check_support(other)
+    assert isinstance(other, Support)
+    return other
+
+
+def text_of(tensor: Tensor) -> str:
+    """A small tensor as one may type it, a large one by what it is."""
+    if not has_values(tensor) or tensor.numel() > _PRINTED:
+        return f"<{str(tensor.dtype).removeprefix('torch.')} {shape_text(tensor)}>"
+    kind = "" if tensor.dtype in (torch.bool, torch.int64) and tensor.numel() else f", dtype={tensor.dtype}"
+    return f"torch.tensor({tensor.tolist()}{kind})"
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.get_default_device() if device is None else torch.device(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Both(Support):
+    a: Support
+    b: Support
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({x!r})" if isinstance(x, Either) else repr(x) for x in (self.a, self.b))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.a.tensors() + self.b.tensors()
+
+    def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
+        a = self.a.bind(n_query, n_key, batch, device)
+        b = self.b.bind(n_query, n_key, batch, device)
+        return tuple(x & y for x in a for y in b)
+
+
+@dataclass(frozen=True, eq=False)
+class Either(Support):
+    a: Support
+    b: Support
+
+    def __repr__(self) -> str:
+        return f"{self.a!r} | {self.b!r}"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.a.tensors() + self.b.tensors()
+
+    def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
+        terms = self.a.bind(n_query, n_key, batch, device) + self.b.bind(n_query, n_key, batch, device)
+        trivial = [term for term in terms if term.trivial]
+        return (trivial[0],) if trivial else terms
