@@ -14,8 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's
 # One of each kind; every row is compiled with dynamic sizes, and by inductor, among the slow tests.
 SAMPLE = (
     "Gibbs.stats", "Gibbs.top", "Gibbs.sample", "Gibbs.probs", "solve_scale, grouped", "fit_temperature",
-    "measure_sigma", "support.joined", "support.blocks", "scale.ScalableSoftmax", "scale.TargetEntropy", "attention, everything",
-    "attention, dropout", "attention, ALiBi", "hierarchical_attention", "top_k_attention",
+    "measure_sigma", "support.joined", "support.blocks", "scale.ScalableSoftmax", "scale.TargetEntropy",
+    "attention, everything", "attention, dropout", "attention, ALiBi", "hierarchical_attention", "top_k_attention",
     "linear_cross_entropy, everything, none", "linear_cross_entropy, tokens", "mse_loss, probabilities",
     "info_nce_loss, labels and queue", "nt_xent_loss", "supcon_loss", "perplexity", "nn.MultiheadAttention, options",
 )  # fmt: skip
