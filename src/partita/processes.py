@@ -173,7 +173,7 @@ class Processes:
             longer = pad(key.to(query.dtype), (0, 1, 0, 1))
             longer[-1, -1] = 1.0
             rows = torch.cat([query, level[:, None].to(query.dtype)], -1)
-            target = torch.full((len(rows),), key.shape[0], device=rows.device)
+            target = torch.full((len(rows),), key.shape[0], dtype=torch.int64, device=rows.device)
             return Gibbs(rows, longer, support=_own(asked, key)).target_rank(target)
 
 

@@ -58,6 +58,7 @@ class LossStats(_LossFields, Stats):  # type: ignore[misc]  # two tuples whose f
     """
 
     __slots__ = ()
+    __repr__ = Stats.__repr__
 
 
 _IGNORED = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1}  # the other fields: 0
