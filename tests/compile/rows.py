@@ -49,18 +49,6 @@ def _joined(g: Given) -> support.Support:
     return (ids[0] & ids[1] & support.lengths(g.index("n_key", "batch"))) | support.window(0, 0)
 
 
-row("support.strided", lambda g: g.gibbs(support=support.strided(3, window=1)).stats())
-row("support.dilated", lambda g: g.gibbs(support=support.dilated(2, 2, 0)).stats())
-row("support.global_tokens", lambda g: g.gibbs(support=support.window(1, 1) | support.global_tokens([0, 3])).stats())
-row("support.blocks", lambda g: partita.Gibbs(
-    g.real("n_query", "dim"), g.real("n_key", "dim"), support=support.blocks(2, g.index(2, *_blocks(g)).bool())
-).stats())  # fmt: skip
-
-
-def _blocks(g: Given) -> tuple[int, int]:
-    return -(-g.sizes["n_query"] // 2), -(-g.sizes["n_key"] // 2)
-
-
 row("support.dense", lambda g: support.window(1, 0).dense(g.sizes["n_query"], g.sizes["n_key"], (), "cpu"))
 
 # ---- attention -------------------------------------------------------------------------------------------------------
