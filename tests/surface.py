@@ -134,10 +134,10 @@ SUPPORTS: dict[str, Callable[[Given], support.Support]] = {
     "segments": lambda g: support.segments(g.index(2, "batch", "n_query"), g.index(2, "batch", "n_key")),
     "not_self": lambda g: support.not_self(),
     "mask": lambda g: support.mask(g.index(2, "n_query", "n_key").bool()),
-    "strided": lambda g: support.strided(3, window=1),
-    "dilated": lambda g: support.dilated(2, 2, 0),
-    "blocks": lambda g: support.blocks(2, g.index(2, *(-(-g.sizes[n] // 2) for n in ("n_query", "n_key"))).bool()),
-    "global_tokens": lambda g: support.window(1, 1) | support.global_tokens([0, 3]),
+    "strided": lambda g: support.strided(2, 1),
+    "dilated": lambda g: support.dilated(2, 1, None),
+    "blocks": lambda g: support.blocks(2, g.index(2, -(-g.sizes["n_query"] // 2), -(-g.sizes["n_key"] // 2)).bool()),
+    "global_tokens": lambda g: support.global_tokens([0, 3]) | support.window(1, 1),
     "either": lambda g: support.causal() | support.lengths(3 if g.sizes["n_key"] >= 3 else 0),
 }
 for name, made in SUPPORTS.items():

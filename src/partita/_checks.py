@@ -27,6 +27,7 @@ __all__ = [
     "check_positions",
     "check_positive",
     "check_reduction",
+    "check_rows",
     "check_target",
     "check_value",
     "check_whole",
@@ -174,6 +175,18 @@ def broadcast_batch(named: Sequence[tuple[str, Sequence[int]]]) -> tuple[int, ..
                 f"Unsqueeze the dimension that is missing (for heads: {name}.unsqueeze(1))."
             ) from None
     return out
+
+
+def check_rows(name: str, given: Tensor, rows: Tensor) -> None:
+    """A number per row, or one for several."""
+    check_float(name, given)
+    check_device(("query", name), (rows, given))
+    shape = rows.shape[rows.dim() - given.dim() :]
+    if given.dim() > rows.dim() or any(a not in (1, b) for a, b in zip(given.shape, shape, strict=True)):
+        raise ShapeError(
+            f"{name} must broadcast to the rows {shape_text(rows)}; got {shape_text(given)}. "
+            f"One number per head is {name}[:, None]."
+        )
 
 
 def check_bias(bias: Tensor, n_query: int, n_key: int) -> None:

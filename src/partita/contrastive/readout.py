@@ -50,6 +50,19 @@ class ContrastStats(_ContrastFields, LossStats):  # type: ignore[misc]  # tuples
     __slots__ = ()
     __repr__ = Stats.__repr__
 
+    @property
+    def information_cap(self) -> Tensor:
+        """The most that a loss with so many candidates can say, log(1 + negatives), the mean over the anchors."""
+        return self.negatives.log1p().mean()
+
+    @property
+    def information_bound(self) -> Tensor:
+        """Mutual information of anchor and positive is at least this, in expectation: the cap minus the mean nll.
+
+        What `partita.mutual_information_bound` says of the loss, for as many candidates as each anchor really had.
+        """
+        return self.information_cap - self.nll.detach().mean()
+
 
 class _LabelFields(NamedTuple):
     log_partition: Tensor

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from partita.engine import autograd
+from partita.engine import autograd, backends
 from partita.engine.autograd import OPERANDS_SCHEMA, PLAN_SCHEMA, Plan
 from partita.engine.backends import tiled
 from partita.engine.request import Request
@@ -26,13 +26,13 @@ __all__ = ["sample", "top"]
 
 
 @torch.no_grad()
-def top(request: Request, k: int) -> tuple[Tensor, Tensor]:  # (*b, Q, k) each
-    """The k best scores and their keys, best first; past the visible keys -inf and -1."""
+def top(request: Request, k: int, *, kernels: bool) -> tuple[Tensor, Tensor]:  # (*b, Q, k) each
+    """The k best scores and their keys, best first; past the visible keys -inf and -1. A backend's kernel may serve."""
     if torch.compiler.is_compiling():
         plan, tensors = Plan.of(request, "")
         score, index = torch.ops.partita.top(*tensors[:6], tensors[6:], *plan.options(), k)
         return score, index
-    return _top(request, k)
+    return _top(request, k, kernels)
 
 
 @torch.no_grad()
@@ -53,7 +53,11 @@ def sample(request: Request, generator: torch.Generator | None = None) -> Tensor
 Tiles = Iterator[tuple[slice, Tensor]]
 
 
-def _top(request: Request, k: int) -> tuple[Tensor, Tensor]:
+def _top(request: Request, k: int, kernels: bool = True) -> tuple[Tensor, Tensor]:
+    kernel = backends.choose(request).top if kernels else None
+    known = None if kernel is None else kernel(request, k)
+    if known is not None:
+        return known
     found = [_top_rows(request, rows, tiles, k) for rows, tiles in tiled.score_tiles(request)]
     score = _rows_cat([s for s, _ in found], request, request.dtype, k)
     return score, _rows_cat([i for _, i in found], request, torch.int64, k)
