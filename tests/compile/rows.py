@@ -21,6 +21,11 @@ def row(name: str, function: Any) -> None:
 
 # ---- the distribution ------------------------------------------------------------------------------------------------
 
+for read in ("received", "argmax", "argmin", "min_score"):
+    row(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
+row("Gibbs.top_log_prob", lambda g: g.gibbs().top_log_prob(2))
+row("divergence", lambda g: partita.divergence(g.gibbs(), g.gibbs(), "js", beta=0.3))
+row("attention_divergence", lambda g: partita.attention_divergence(*g.qkv()[:2], *g.qkv()[:2], is_causal=True))
 row("Gibbs.reduce", lambda g: g.gibbs().reduce(target=g.index("n_key", "batch", "heads", "n_query"), rank=True).nll())
 row("Gibbs.scale", lambda g: partita.Gibbs(*g.qkv()[:2], scale=scale.LogLength(16), support=support.causal()).scale)
 CALLS["measure_sigma"] = lambda g: torch.as_tensor(
@@ -144,6 +149,7 @@ SHOWN_BY = {
 }
 # Names that nobody calls inside a graph, and why.
 NO_CALL = {
+    **dict.fromkeys(("ClassStats", "losses.ClassStats"), "what calls return"),
     **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
                      "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "what calls return"),
     **dict.fromkeys(("attn.Bias", "contrastive.Exclusion", "scale.Policy", "support.Support"), "abstract"),
@@ -153,7 +159,7 @@ NO_CALL = {
     "replace_sdpa": "around a call of the graph: tests/compile/test_models.py",
     **dict.fromkeys(("backends", "explain", "engine.explain"), "text about the machine"),
     **dict.fromkeys(("watch", "load_record", "monitor"), "around a model: see the monitor's own pages"),
-    **dict.fromkeys(("adapters", "distributed", "errors", "hf", "theory"), "left out: the page says why"),
+    **dict.fromkeys(("adapters", "control", "distributed", "errors", "hf", "theory"), "left out: the page says why"),
 }  # fmt: skip
 
 
