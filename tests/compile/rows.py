@@ -26,6 +26,14 @@ for read in ("received", "argmax", "argmin", "min_score"):
 row("Gibbs.top_log_prob", lambda g: g.gibbs().top_log_prob(2))
 row("divergence", lambda g: partita.divergence(g.gibbs(), g.gibbs(), "js", beta=0.3))
 row("attention_divergence", lambda g: partita.attention_divergence(*g.qkv()[:2], *g.qkv()[:2], is_causal=True))
+row("Gibbs.received, of itself", lambda g: [partita.Gibbs(x, x).received() for x in g.pairs()[:1]])
+row("divergence, one set of keys", lambda g: _two_queries(*g.pairs(), g.real("n_key", "dim")))
+
+
+def _two_queries(one: torch.Tensor, other: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return partita.divergence(partita.Gibbs(one, key), partita.Gibbs(other, key))
+
+
 row("Gibbs.reduce", lambda g: g.gibbs().reduce(target=g.index("n_key", "batch", "heads", "n_query"), rank=True).nll())
 row("Gibbs.scale", lambda g: partita.Gibbs(*g.qkv()[:2], scale=scale.LogLength(16), support=support.causal()).scale)
 CALLS["measure_sigma"] = lambda g: torch.as_tensor(
