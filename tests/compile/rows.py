@@ -21,15 +21,20 @@ def row(name: str, function: Any) -> None:
 
 # ---- the distribution ------------------------------------------------------------------------------------------------
 
-for read in ("mean_score", "score_variance", "max_score"):
+for read in ("received", "argmax", "argmin", "min_score"):
     row(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
-row("Gibbs.mean", lambda g: g.gibbs().mean(g.real("batch", "heads", "n_key", "dim_value")))
+row("Gibbs.top_log_prob", lambda g: g.gibbs().top_log_prob(2))
+row("divergence", lambda g: partita.divergence(g.gibbs(), g.gibbs(), "js", beta=0.3))
+row("attention_divergence", lambda g: partita.attention_divergence(*g.qkv()[:2], *g.qkv()[:2], is_causal=True))
+row("Gibbs.received, of itself", lambda g: [partita.Gibbs(x, x).received() for x in g.pairs()[:1]])
+row("divergence, one set of keys", lambda g: _two_queries(*g.pairs(), g.real("n_key", "dim")))
+
+
+def _two_queries(one: torch.Tensor, other: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return partita.divergence(partita.Gibbs(one, key), partita.Gibbs(other, key))
+
+
 row("Gibbs.reduce", lambda g: g.gibbs().reduce(target=g.index("n_key", "batch", "heads", "n_query"), rank=True).nll())
-row(
-    "Gibbs.weighted_nll",
-    lambda g: partita.Gibbs(*g.linear()[:2]).weighted_nll(g.index("classes", "rows"), g.plain("rows")),
-)
-row("Gibbs.both_ways_nll", lambda g: partita.Gibbs(*g.pairs()).both_ways_nll())
 row("Gibbs.scale", lambda g: partita.Gibbs(*g.qkv()[:2], scale=scale.LogLength(16), support=support.causal()).scale)
 CALLS["measure_sigma"] = lambda g: torch.as_tensor(
     scale.measure_sigma(*g.qkv()[:2], support.causal()), dtype=torch.float64
@@ -38,7 +43,6 @@ row(
     "measure_sigma, policy",
     lambda g: scale.GaussianEntropy(0.5, scale.measure_sigma(*g.qkv()[:2]))(g.index(9, "rows"), 4),
 )
-row("from_temperature", lambda g: scale.from_temperature(g.real("rows").exp()))
 row(
     "solve_scale, grouped",
     lambda g: partita.solve_scale(
@@ -59,7 +63,6 @@ def _joined(g: Given) -> support.Support:
 
 
 row("support.dense", lambda g: support.window(1, 0).dense(g.sizes["n_query"], g.sizes["n_key"], (), "cpu"))
-row("mutual_information_bound", lambda g: partita.mutual_information_bound(g.real("rows").exp(), 64).value)
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
@@ -100,16 +103,12 @@ row(
     "info_nce_loss, per row",
     lambda g: partita.info_nce_loss(*g.pairs(), temperature=g.plain("rows").exp(), reduction="none"),
 )
-row(
-    "info_nce_loss, guide",
-    lambda g: partita.info_nce_loss(*g.pairs(), exclude=contrastive.Guide(*(x.detach() for x in g.pairs()))),
-)
-row("info_nce_loss, queue", lambda g: partita.info_nce_loss(*g.pairs(), queue=queue(g), return_stats=True))
+# a queue that lives outside of the graph
+CALLS["info_nce_loss, queue"] = lambda g: partita.info_nce_loss(*g.pairs(), queue=queue(g), return_stats=True)
 row("info_nce_loss, labels and queue", lambda g: partita.info_nce_loss(
     *g.pairs(), labels=g.index(3, "rows"), queue=queue(g, labelled=True), return_stats=True
 ))  # fmt: skip
 row("nt_xent_loss, none", lambda g: partita.nt_xent_loss(*g.pairs(), reduction="none"))
-row("sort_by_label", lambda g: contrastive.sort_by_label(g.index(3, "rows"), g.index(3, "n_key"))[0])
 row("OtherLabel", lambda g: _other_label(g))
 
 
@@ -134,21 +133,6 @@ def _other_label(g: Given) -> Any:
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 row("nn.MultiheadAttention, weights", lambda g: surface.layer(g, add_zero_attn=True))
-row("nn.TransformerDecoderLayer", lambda g: g.module(nn.TransformerDecoderLayer, 8, 2, 16, 0.0, batch_first=True)(
-    g.real("batch", "n_query", 8), g.real("batch", "n_key", 8), tgt_is_causal=True
-))  # fmt: skip
-row("nn.CrossEntropyLoss", lambda g: g.module(nn.CrossEntropyLoss, label_smoothing=0.1)(*g.logits()))
-row("nn.FocalLoss", lambda g: g.module(nn.FocalLoss)(*g.logits()))
-row("nn.MSELoss", lambda g: g.module(nn.MSELoss)(*g.logits()))
-row("nn.MAELoss", lambda g: g.module(nn.MAELoss)(*g.logits()))
-row(
-    "nn.NCELoss",
-    lambda g: g.module(nn.NCELoss)(g.real("rows"), g.real("rows", "few"), g.plain("rows"), g.plain("rows", "few")),
-)
-row("nn.DistillationLoss", lambda g: g.module(nn.DistillationLoss, 2.0)(g.logits()[0], g.logits()[0]))
-row("nn.NTXentLoss", lambda g: g.module(nn.NTXentLoss)(*g.pairs()))
-row("nn.SupConLoss", lambda g: g.module(nn.SupConLoss)(g.pairs()[0], g.index(3, "rows")))
-row("nn.ScalableSoftmax", lambda g: g.module(nn.ScalableSoftmax, 4)(g.index(9, "heads", "n_query"), 8))
 row(
     "nn.TemperatureController, observe",
     lambda g: g.module(nn.TemperatureController, 4, entropy=0.5).observe(g.gibbs().stats()),
@@ -173,15 +157,17 @@ SHOWN_BY = {
 }
 # Names that nobody calls inside a graph, and why.
 NO_CALL = {
+    **dict.fromkeys(("ClassStats", "losses.ClassStats"), "what calls return"),
     **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
                      "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "what calls return"),
     **dict.fromkeys(("attn.Bias", "contrastive.Exclusion", "scale.Policy", "support.Support"), "abstract"),
     "attn.PairHook": "a type",
+    "nn.init_sharpness_": "for a model before it is compiled: it sets parameters once",
     **dict.fromkeys(("backend", "engine.backend"), "around a call of the graph: the choice is read when it runs"),
     "replace_sdpa": "around a call of the graph: tests/compile/test_models.py",
     **dict.fromkeys(("backends", "explain", "engine.explain"), "text about the machine"),
     **dict.fromkeys(("watch", "load_record", "monitor"), "around a model: see the monitor's own pages"),
-    **dict.fromkeys(("adapters", "distributed", "errors", "hf", "theory"), "left out: the page says why"),
+    **dict.fromkeys(("adapters", "control", "distributed", "errors", "hf", "theory"), "left out: the page says why"),
 }  # fmt: skip
 
 

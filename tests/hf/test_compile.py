@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 import partita.hf
 from partita import scale
 from tests.hf.models import inputs, make
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, while it imports its compiler
+    from torch._dynamo.testing import CompileCounterWithBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
 
@@ -49,7 +54,7 @@ def test_generation_with_a_static_cache_compiles():
     options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
     want = model.generate(**given, **options, disable_compile=True)
     forward = model.forward
-    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counted = CompileCounterWithBackend("aot_eager")
     model.forward = torch.compile(forward, backend=counted)
     try:
         got = model.generate(**given, **options, disable_compile=True)

@@ -117,8 +117,16 @@ def received(request: Request, peak: Tensor, mass: Tensor, weight: Tensor) -> Te
     else:
         plan, tensors = autograd.Plan.of(r, _named(r))
         asked = None if audience.looks else r
-        out = Received.apply(plan, asked, shared, peak, mass, weight, *tensors)  # type: ignore[no-untyped-call]
+        given = _apart(tensors)
+        out = Received.apply(plan, asked, shared, peak, mass, weight, *given)  # type: ignore[no-untyped-call]
     return out.squeeze(-2) if shared else out
+
+
+def _apart(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """While tracing a view of each: a graph takes no autograd function that is given one tensor twice."""
+    if not torch.compiler.is_compiling():
+        return tensors
+    return [None if t is None else t.view_as(t) for t in tensors]
 
 
 def divergence(p: Request, q: Request, kind: str, beta: float) -> Tensor:  # (*b, Q)
@@ -127,7 +135,7 @@ def divergence(p: Request, q: Request, kind: str, beta: float) -> Tensor:  # (*b
     ask, tensors = Question.of(p, q, kind, beta, _named(p, q))
     requests = None if audience.looks else (p, q)
     function = Divergence.apply if audience.differentiates or audience.looks else Divergence.forward
-    out: Tensor = function(ask, requests, *tensors)[0]
+    out: Tensor = function(ask, requests, *_apart(tensors))[0]
     return p.ungroup(out)
 
 

@@ -58,8 +58,10 @@ class _Blocks(Support):
                 f"{n_key} keys; got {shape_text(self.layout)}."
             )
         layout = self.layout.to(device).reshape(*[1] * (len(batch) - len(lead)), *self.layout.shape)
-        start, stop = _runs(layout)
         row = torch.arange(n_query, device=device) // self.block
+        if torch.compiler.is_compiling():  # how many runs a row has is no size that a graph could have
+            return (Term(mask=layout[..., row, :][..., torch.arange(n_key, device=device) // self.block]),)
+        start, stop = _runs(layout)
         start, stop = ((t * self.block).clamp(max=n_key).to(torch.int32)[..., row, :] for t in (start, stop))
         return tuple(Term(start=a, stop=b) for a, b in zip(start.unbind(-1), stop.unbind(-1), strict=True))
 
