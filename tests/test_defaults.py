@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ FACTORIES = {
     "arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
     "zeros",
 }  # fmt: skip
+WHOLE = {"arange", "randint", "randperm"}  # whole numbers, whatever the default
 # Modules make their parameters where the default says, as torch does; lab and monitor are programs of their own.
 MAY_FOLLOW_THE_DEFAULT = ("nn", "lab", "monitor", "distributed", "adapters", "theory/errata")
 
@@ -43,6 +45,26 @@ def assert_same_bits(found, ordinary, default):
         torch.testing.assert_close(ours, want, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{default}: {m}")
 
 
+# Kinds of things, contexts, programs; and what makes a tensor out of nothing, which follows the defaults as torch does.
+NO_CALLS = {
+    "Bias", "ContrastStats", "Exclusion", "LabelStats", "LossStats", "OtherLabel", "PairHook", "Policy", "State",
+    "Stats", "Support", "TopK", "alibi_slopes", "backend", "backends", "explain", "load_record", "qk_clip_",
+    "replace_sdpa", "sinusoidal", "watch",
+}  # fmt: skip
+
+
+def test_every_public_function_is_among_the_calls():
+    tree = ast.parse(Path(surface.__file__).read_text())
+    told = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    told |= {word for node in ast.walk(tree) if isinstance(node, ast.Constant) for word in str(node.value).split()}
+    for module in (partita, partita.attn, partita.contrastive, partita.metrics, partita.nn, partita.scale):
+        public = {name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)}
+        assert public - NO_CALLS <= told, f"tests/surface.py does not call these of {module.__name__}"
+    reads = {name for name in dir(partita.Gibbs) if not name.startswith("_")} - {"reduce", "request", "scale"}
+    assert reads <= told
+    assert set(partita.support.__all__) - {"Support"} <= told
+
+
 def test_a_policy_counts_in_the_precision_of_the_query():
     n, policy = torch.arange(1, 40), partita.scale.LogLength(reference=16)
     query = torch.ones(39, 8, dtype=torch.float64)
@@ -57,14 +79,18 @@ def _parts() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", _parts(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_every_tensor_names_its_device(path):
-    """Under a default device of "meta" a forgotten one is an error, or worse: a null pointer given to a kernel."""
+def test_every_tensor_names_its_device_and_dtype(path):
+    """Under a default device of "meta" a forgotten one is an error, or worse: a null pointer given to a kernel.
+
+    Of a forgotten dtype, random numbers of a mask say, a default of bfloat16 leaves eight bits.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
         if of_torch and node.func.attr in FACTORIES:
             given = {word.arg for word in node.keywords}
-            assert "device" in given or None in given, f"{path.name}:{node.lineno} torch.{node.func.attr}"
+            needed = {"device"} if node.func.attr in WHOLE else {"device", "dtype"}
+            assert needed <= given or None in given, f"{path.name}:{node.lineno} torch.{node.func.attr}"
         # sinusoidal makes a tensor out of nothing: computed in float64, given in the dtype torch would give it in
         assert node.func.attr != "get_default_dtype" or path.name == "positions.py", f"{path.name}:{node.lineno}"

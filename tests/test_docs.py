@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEEDS = re.compile(r"^<!-- needs: ([\w ]+) -->$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 
 
@@ -47,6 +49,9 @@ def name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=name)
 def test_code_blocks_run(page: Path) -> None:
+    missing = [p for p in " ".join(NEEDS.findall(page.read_text())).split() if importlib.util.find_spec(p) is None]
+    if missing:
+        pytest.skip(f"{name(page)} is about {', '.join(missing)}, which is not installed; make test-peers has it")
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "__docs__"}
     for line, code in python_blocks(page.read_text()):
@@ -66,6 +71,15 @@ def test_docstring_examples_are_true(module: str) -> None:
     torch.manual_seed(0)
     failed, _ = doctest.testmod(loaded, optionflags=FLAGS, extraglobs={"torch": torch, "partita": partita})
     assert failed == 0
+
+
+def test_equations_are_typeset_as_their_docstrings_say() -> None:
+    spec = importlib.util.spec_from_file_location("equations", ROOT / "site" / "equations.py")
+    assert spec
+    assert spec.loader
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    assert doctest.testmod(loaded).failed == 0
 
 
 def anchors(page: Path) -> set[str]:
@@ -99,6 +113,16 @@ def test_the_pages_are_reached_from_the_index() -> None:
             if goal.is_file():
                 queue.append(goal)
     assert not set(PAGES) - seen
+
+
+def test_every_environment_variable_is_documented() -> None:
+    """What a variable changes, a reader must be able to find out: one of them loads a library."""
+    sources = [*Path(partita.__file__).parent.rglob("*.py"), *(ROOT / "native").glob("*.cpp")]
+    read = re.compile(r"(?:environ(?:\.get\(|\[)|getenv\()\s*\"(PARTITA_\w+)\"")
+    found = {variable for source in sources for variable in read.findall(source.read_text(encoding="utf-8"))}
+    assert {"PARTITA_BACKEND", "PARTITA_ISA", "PARTITA_NATIVE_LIBRARY"} <= found
+    page = (ROOT / "docs" / "conventions.md").read_text(encoding="utf-8")
+    assert not {variable for variable in found if f"| `{variable}` |" not in page}
 
 
 def test_a_wrong_result_in_a_page_is_noticed() -> None:

@@ -16,13 +16,14 @@ REFUSED = {
     "n_key": (*NO_TARGET, "measure_sigma"),
     "n_query": ("measure_sigma",),
     "batch": ("measure_sigma",),
-    "heads": ("measure_sigma", "attention, grouped", "scale.ScalableSoftmax"),
-    "few": ("attention, grouped", "nce_loss"),
-    "dim": ("rotary",),
+    "heads": ("measure_sigma", "attention, grouped", "scale.ScalableSoftmax", "nn.ScalableSoftmax"),
+    "few": ("attention, grouped", "nce_loss", "nn.NCELoss"),
+    "dim": ("rotary", "info_nce_loss, queue"),
     "rows": ("fit_temperature", "uniformity"),
     "classes": (
         "linear_cross_entropy", "cross_entropy", "focal_loss", "mse_loss", "mae_loss", "fit_temperature",
-        "top_k_accuracy", "mean_reciprocal_rank", "perplexity", "expected_calibration_error",
+        "top_k_accuracy", "mean_reciprocal_rank", "perplexity", "expected_calibration_error", "Gibbs.weighted_nll",
+        "nn.CrossEntropyLoss", "nn.FocalLoss", "nn.MSELoss", "nn.MAELoss",
     ),
 }  # fmt: skip
 

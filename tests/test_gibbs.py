@@ -221,6 +221,21 @@ def test_inference_mode_works():
         assert_exact(inside.entropy().clone(), inside.entropy().clone())
 
 
+def test_what_inference_mode_changes_is_seen_if_it_was_not_made_there():
+    p = problem(5, 7)
+    query, keep = p.query.detach().clone(), torch.ones(5, 7, dtype=torch.bool)
+    gibbs = partita.Gibbs(query, p.key, support=partita.support.mask(keep))
+    before = gibbs.entropy().clone()
+    with torch.inference_mode():
+        query.mul_(2.0)
+    sharper = gibbs.entropy().clone()
+    assert not torch.equal(sharper, before)
+    with torch.inference_mode():
+        keep[:, 3:] = False
+    assert gibbs.visible().eq(3).all()
+    assert_exact(gibbs.entropy(), partita.Gibbs(query, p.key[:3]).entropy())
+
+
 def test_small_integers_are_targets_too():
     p = problem(5, 7)
     assert torch.equal(p.gibbs().nll(p.target.int()), p.gibbs().nll(p.target))

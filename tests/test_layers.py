@@ -19,6 +19,7 @@ LAYERS = {
     "_overrides": 0,
     "_checks": 1,
     "precision": 1,
+    "_look": 1,
     "terms": 2,
     "support": 2,
     "scale": 2,
@@ -47,6 +48,7 @@ LAYERS = {
 # In one layer, who stands on whom: supports are made of terms, scales count a support, a distribution solves its scale,
 # the rows of a loss are read off a distribution.
 BESIDE = {
+    ("_look", "_checks"),
     ("support", "terms"),
     ("scale", "terms"),
     ("scale", "support"),

@@ -14,6 +14,7 @@ import partita
 from partita import State, reference
 from partita.engine.state import raw_gradients
 from partita.errors import PartitaError
+from tests.conformance.serving import serving
 from tests.strategies import INF, problem, problems
 from tests.tolerances import assert_exact, assert_same_statistics
 
@@ -186,6 +187,28 @@ def test_gradients_through_merge_are_right_at_any_gap(read: str, dtype: torch.dt
             off = (scores.grad.double() - s.grad).abs()
             allowed = 20 * 12 * eps + torch.finfo(dtype).eps * s.grad.abs()
             assert (off <= allowed).all(), (gap, order, off.max())
+
+
+@pytest.mark.parametrize("read", READS)
+def test_gradients_of_blocks_of_keys_are_right_at_any_gap(read: str, backend: str) -> None:
+    """Through the states of a pass, as `blockwise_attention` merges them; float32, whose exponentials end at e^-103.
+
+    Scores are numbers of a key times 1, exact. A gradient is a sum of 8 terms below 12 made by some 20 roundings each,
+    as above; the pass adds those of its own sums.
+    """
+    near = torch.rand(4, 1, generator=torch.Generator().manual_seed(3)).sub(1)
+    query, value = torch.ones(3, 1), torch.rand(8, 2, generator=torch.Generator().manual_seed(4))
+    for gap in GAPS:
+        given = torch.cat([near, near.flip(0) - gap])
+        wide = given.double().requires_grad_()
+        whole = getattr(State.of(wide.mT.expand(3, 8)), read)()
+        whole.sum().backward()
+        key = given.clone().requires_grad_()
+        with serving(backend):
+            _, stats = partita.attn.blockwise_attention(query, key, value, 4, scale=1.0, return_stats=True)
+            getattr(stats, read).sum().backward()
+        off = (key.grad.double() - wide.grad).abs().max().item()
+        assert off <= 3 * 40 * 12 * torch.finfo(torch.float32).eps, (gap, off)
 
 
 def test_adding_in_place_is_merging():

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from partita import engine as engine
     from partita import errors as errors
     from partita import hf as hf
-    from partita import hf_cache as hf_cache
     from partita import losses as losses
     from partita import metrics as metrics
     from partita import monitor as monitor
@@ -105,7 +104,6 @@ _MODULES = (
     "engine",
     "errors",
     "hf",
-    "hf_cache",
     "losses",
     "metrics",
     "monitor",

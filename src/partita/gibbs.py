@@ -434,7 +434,13 @@ class Gibbs:
         return (p.flatten(-4, -3) if request.groups > 1 else p).to(self.query.dtype)
 
     def __repr__(self) -> str:
-        return f"Gibbs(query={tuple(self.query.shape)}, key={tuple(self.key.shape)}, dtype={self.query.dtype})"
+        given = {"scale": self._given, "bias": self.bias, "support": self.support, "softcap": self.softcap}
+        more = "".join(
+            f", {name}={tuple(value.shape) if isinstance(value, Tensor) else value!r}"
+            for name, value in given.items()
+            if value is not None and not (name == "scale" and isinstance(value, float) and value == 1.0)
+        )
+        return f"Gibbs(query={tuple(self.query.shape)}, key={tuple(self.key.shape)}, dtype={self.query.dtype}{more})"
 
 
 def _forget(passes: weakref.ref[_Passes]) -> None:

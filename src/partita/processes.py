@@ -173,7 +173,7 @@ class Processes:
         longer = torch.zeros(n_key + 1, dim + 1, dtype=query.dtype, device=query.device)
         longer[:n_key, :dim], longer[n_key, dim] = key, 1.0
         rows = torch.cat([query, level[:, None].to(query.dtype)], -1)
-        target = torch.full((len(rows),), n_key, device=rows.device)
+        target = torch.full((len(rows),), n_key, dtype=torch.int64, device=rows.device)
         return Gibbs(rows, longer, support=_own(asked, key)).target_rank(target)
 
 

@@ -59,6 +59,7 @@ class LossStats(_LossFields, Stats):  # type: ignore[misc]  # two tuples whose f
     """
 
     __slots__ = ()
+    __repr__ = Stats.__repr__
 
 
 class _ClassFields(NamedTuple):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from partita._checks import check_pair, check_positive
+from partita._look import table_html
 from partita.engine.terms import window_mask
-from partita.errors import ShapeError, ValueRangeError
+from partita.errors import PartitaError, ShapeError, ValueRangeError
 from partita.support import Support
 from partita.support.base import check_support
 
@@ -52,6 +53,14 @@ class Policy:
         """The query with its row's scale multiplied in, for kernels that know no scale (pass them scale=1)."""
         scale = self(visible, query.shape[-1], query)
         return query * (scale[..., None] if scale.dim() else scale).to(query.dtype)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what it multiplies scores of 64 features by, against 1 / sqrt(64), as a row grows."""
+        try:
+            rows = [(f"{n:,} keys", f"{self(n, 64).mean().item() * 8:.3f} / sqrt(dim)") for n in (64, 512, 4096, 32768)]
+        except (TypeError, RuntimeError, PartitaError):  # one that must see the query
+            rows = []
+        return table_html(repr(self), rows)
 
 
 def _count(visible: Tensor | int, query: Tensor | None = None) -> Tensor:

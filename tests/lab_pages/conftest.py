@@ -60,9 +60,23 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             headless=True,
             accept_downloads=True,
         )
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(240_000)
         yield context
         context.close()
+
+
+@pytest.fixture
+def wait_for() -> Any:
+    """wait_for(page, expression): until it is true, however busy the machine; the pages' own policy forbids polling."""
+
+    def wait(page: Any, expression: str) -> None:
+        for _ in range(2400):
+            if page.evaluate(expression):
+                return
+            page.wait_for_timeout(50)
+        raise AssertionError(f"never true: {expression}")
+
+    return wait
 
 
 @pytest.fixture

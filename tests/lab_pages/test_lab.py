@@ -57,7 +57,7 @@ def test_read_outs_are_the_softmax(lab: Any, temperature: float) -> None:
     seen.assert_quiet()
 
 
-def test_scores_are_dragged_and_stepped(lab: Any) -> None:
+def test_scores_are_dragged_and_stepped(lab: Any, wait_for: Any) -> None:
     page, _ = lab
     before = number(page, "k-H")
     box = page.locator("#score-3").bounding_box()
@@ -69,8 +69,7 @@ def test_scores_are_dragged_and_stepped(lab: Any) -> None:
     page.locator("#score-0").focus()
     page.keyboard.press("ArrowUp")
     assert float(page.locator("#score-0").get_attribute("aria-valuenow")) == pytest.approx(2.1)
-    page.wait_for_timeout(250)
-    assert "z=2.1" in page.evaluate("decodeURIComponent(location.hash)")
+    wait_for(page, "decodeURIComponent(location.hash).includes('z=2.1')")
 
 
 def test_the_simplex_tells_the_losses_apart(lab: Any) -> None:

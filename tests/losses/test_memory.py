@@ -36,9 +36,10 @@ print(run({n}, {d}))
 """
 
 
-def peak_bytes(call: str, n: int, d: int, timeout_s: float = 300, **environment: str) -> int:
+def peak_bytes(call: str, n: int, d: int, timeout_s: float = 1200, **environment: str) -> int:
+    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}  # a busy machine has no core for one that spins
     code = SCRIPT.replace("{n}", str(n)).replace("{d}", str(d)).replace("{call}", call)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2", **environment}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **threads, **environment}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=timeout_s, check=False
     )

@@ -30,7 +30,6 @@ PROSE = set(range(1, 54)) - {9, 41, 42, 44, 51}
 
 @pytest.mark.parametrize("row", errata.ROWS, ids=lambda row: row.label)
 def test_row_is_confirmed(row):
-    """M-INC-3, M-LOSS-5, M-SCL-10 and the statement each row names."""
     verdict = row.check()
     assert verdict.right_holds, verdict.reading
     assert not verdict.printed_holds, verdict.reading

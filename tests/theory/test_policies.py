@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from math import e, log, sqrt
 
 import pytest
 import torch
 
-from partita import Gibbs
+from partita import Gibbs, scale
 from partita.errors import ValueRangeError
 from partita.scale import InverseSqrt, KappaLog, measure_sigma
 from partita.support import causal, mask, window
@@ -138,24 +139,29 @@ def test_calibrated_kappa_is_stationary():
         sh.calibrate_kappa(1, 64)
 
 
-POLICIES = {
-    "inverse sqrt": (lambda n: 1 / 8, 0.994),
-    "kappa 1": (lambda n: log(n) / 64, 0.855),
-    "mixed": (lambda n: 1 / 8 + 0.1 * log(n) / 64, 0.978),
-    "frozen length": (lambda n: log(65536) / 64, 0.985),
-    "log 512": (lambda n: log(n) / log(512) / 8, 0.762),
-    "sqrt log 512": (lambda n: sqrt(log(n) / log(512)) / 8, 0.910),
-    "calibrated": (lambda n: 8 / sqrt(log(4096)) * log(n) / 64, 0.166),
-    "gaussian 4": (lambda n: sqrt(2 * max(0.0, log(n) - 4)) / 8, 0.183),
-    "log n / sqrt d": (lambda n: log(n) / 8, -0.008),
+POLICIES = {  # the slope in print, in 64 dimensions, where raw scores have the deviation 8
+    "inverse sqrt": (scale.InverseSqrt(), 0.994),
+    "kappa 1": (scale.KappaLog(), 0.855),
+    "mixed": (scale.Mixed(alpha=1.0, beta=0.1), 0.978),
+    "frozen length": (scale.MaxLength(65536), 0.985),
+    "log 512": (scale.LogLength(512), 0.762),
+    "sqrt log 512": (scale.SqrtLogLength(512), 0.910),
+    "calibrated": (scale.CalibratedLog(4096, 8.0), 0.166),
+    "gaussian 4": (scale.GaussianEntropy(4.0, 8.0), 0.183),
+    "log n / sqrt d": (scale.KappaLog(8.0), -0.008),
 }
+
+
+def multiplier(policy, n):
+    return float(policy(n, 64))
 
 
 def test_slopes_of_the_policies():
     """M-SCL-0, M-SCL-17, M-SCL-3, M-SCL-4 (W (42), (59), P46..P48): dH/dlog n from 2^9 to 2^16 as printed."""
     cache = {n: rows(n, 60 if n > 10_000 else 400, seed=n) for n in (2**9, 2**16)}
     slopes = {}
-    for name, (policy, printed) in POLICIES.items():
+    for name, (made, printed) in POLICIES.items():
+        policy = functools.partial(multiplier, made)
         slope, _ = sh.length_slope(policy, cache.__getitem__, [2**9, 2**16])
         # five standard errors of these rows, and of those that were printed (at most 0.17 nats at 2^16)
         error = sum(float(entropy(policy(n) * s).var()) / len(s) for n, s in cache.items())
@@ -163,7 +169,7 @@ def test_slopes_of_the_policies():
         slopes[name] = float(slope)
     assert slopes["inverse sqrt"] > slopes["kappa 1"] > slopes["log 512"] > slopes["calibrated"]
     assert slopes["frozen length"] > 0.95  # a constant scale: no invariance
-    assert POLICIES["mixed"][0](1024) == pytest.approx(0.1358, abs=1e-4)
+    assert multiplier(POLICIES["mixed"][0], 1024) == pytest.approx(0.1358, abs=1e-4)
     h = {n: float(entropy(log(n) / 64 * rows(n, 400, seed=n)).mean()) for n in (2**4, 2**8)}
     assert h[2**4] == pytest.approx(2.72, abs=0.02)  # H grows with log n: the opposite of invariance
     assert h[2**8] == pytest.approx(5.31, abs=0.03)

@@ -90,9 +90,6 @@ def test_half_precision_keeps_statistics_and_masks_whole(dtype: torch.dtype):
     torch.testing.assert_close(law.entropy().double(), exact.entropy(), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(law.log_partition().double(), exact.log_partition(), rtol=1e-5, atol=1e-4)
     assert (law.probs()[:, 3000:] == 0).all()
-    naive = torch.softmax((0.5 * q @ k[:3000].T), -1)
-    naive_entropy = -(naive * naive.clamp(min=1e-7).log()).sum(-1)
-    assert (naive_entropy.double() - exact.entropy()).abs().max() > 1e-3  # what float32 sums are for
 
 
 def test_the_length_of_cross_attention_is_that_of_its_keys():

@@ -54,6 +54,6 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
 
 def _mask(shape: tuple[int, ...], p: float, seed: int | None, first: int, device: torch.device) -> Tensor:
     if seed is None:
-        return torch.rand(shape, device=device) >= p
+        return torch.rand(shape, dtype=torch.float32, device=device) >= p
     source = torch.Generator(device).manual_seed(seed + first)
     return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - p, generator=source)

@@ -48,6 +48,7 @@ class ContrastStats(_ContrastFields, LossStats):  # type: ignore[misc]  # tuples
     """
 
     __slots__ = ()
+    __repr__ = Stats.__repr__
 
 
 class _LabelFields(NamedTuple):
@@ -71,6 +72,7 @@ class LabelStats(_LabelFields, Stats):  # type: ignore[misc]  # tuples whose fir
     """The row statistics of anchors with many positives, and what is said of positives and negatives apart."""
 
     __slots__ = ()
+    __repr__ = Stats.__repr__
 
 
 def readout(

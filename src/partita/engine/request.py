@@ -98,7 +98,6 @@ def build(
     n_query, n_key = query.shape[-2], key.shape[-2]
     if bias is not None:
         _checks.check_bias(bias, n_query, n_key)
-        bias = bias if bias.dim() >= 2 else bias.reshape(1, -1)
     if softcap is not None:
         _checks.check_positive("softcap", softcap)
     groups = _groups(query, key) if grouped else 1

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from partita._checks import broadcast_batch, has_values
+from partita._look import rows_text
 from partita.errors import ShapeError
 from partita.precision import product
 
@@ -39,6 +40,9 @@ class Stats(NamedTuple):
     max_score: Tensor
     visible: Tensor
 
+    def __repr__(self) -> str:
+        return rows_text(type(self).__name__, self._asdict())
+
 
 @dataclass(frozen=True, eq=False)
 class State:
@@ -51,6 +55,11 @@ class State:
     count: Tensor  # (..., Q)
     moment: Tensor | None = None  # (..., Q, V)
     known: Stats | None = None  # what `stats` gives, where the pass has worked it out
+
+    def __repr__(self) -> str:
+        sums = {name: getattr(self, name) for name in ("peak", "mass", "first", "spread", "count")}
+        moment = "" if self.moment is None else f"\n  moment  {tuple(self.moment.shape)}"
+        return rows_text("State", sums) + moment
 
     @staticmethod
     def of(scores: Tensor, value: Tensor | None = None) -> State:  # (..., Q, K), (..., K, V)

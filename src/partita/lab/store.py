@@ -58,7 +58,9 @@ class Store:
 
     def __enter__(self) -> Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        # rows are added to what is there, so a link that somebody planted under this name is refused, not followed
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+        self._file = os.open(self.path, flags, 0o644)
         if fcntl is not None:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a killed process loses its lock by itself

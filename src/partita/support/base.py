@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from partita._checks import has_values, shape_text
+from partita._look import escaped, matrix_html, small_matrix
 from partita.engine.disjoint import visible as visible_keys
 from partita.engine.terms import Term, window_mask
 from partita.errors import DtypeError
@@ -49,7 +50,7 @@ class Support:
     ) -> Tensor:  # (*batch, n_query)
         """Number of keys each query may see.
 
-        >>> causal().visible(3, 5)
+        >>> partita.support.causal().visible(3, 5)
         tensor([1, 2, 3])
         """
         where = _device(device)
@@ -60,7 +61,7 @@ class Support:
     ) -> Tensor:  # (*batch, n_query, n_key)
         """The whole boolean matrix, for small sizes and for looking at.
 
-        >>> window(1, 0).dense(3, 3).int()
+        >>> partita.support.window(1, 0).dense(3, 3).int()
         tensor([[1, 0, 0],
                 [1, 1, 0],
                 [0, 1, 1]], dtype=torch.int32)
@@ -71,6 +72,11 @@ class Support:
         if out is None:
             out = torch.ones((), dtype=torch.bool, device=where)
         return out.expand(*batch, n_query, n_key)
+
+    def _repr_html_(self) -> str:
+        """Small, in a notebook: at the size of what it was made of, or 12 x 12."""
+        keep = small_matrix(lambda n, m, batch: self.dense(n, m, batch, "cpu"), self.tensors())
+        return f"<code>{escaped(repr(self))}</code>" if keep is None else matrix_html(keep, repr(self))
 
 
 def check_support(given: object) -> None:

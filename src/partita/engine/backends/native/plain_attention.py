@@ -138,4 +138,4 @@ def _placed(q: torch.Size, query_strides: tuple[int, ...], width: int) -> tuple[
         like = torch.empty_like(torch.empty_strided(q, query_strides, device="meta"))
         if like.stride(-1) == 1:
             return True, like.stride()
-    return False, torch.empty((*q[:-1], width), device="meta").stride()
+    return False, torch.empty((*q[:-1], width), dtype=torch.float32, device="meta").stride()

@@ -1,0 +1,186 @@
+"""What is on the site: every page of docs/, the pages of the root, the reference, the studies, the gallery.
+
+Nothing is listed by hand but the order of the sections: a page that appears in docs/ appears on the site, under the
+folder it lies in, with its first heading as its name.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(HERE))
+
+from equations import is_equation, typeset  # noqa: E402
+from studies import study_pages  # noqa: E402
+
+# pages of the root -> their place on the site
+ROOTED = {
+    "README.md": "overview.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+# section -> pages it begins with; the rest of the folder, or of what no section claims, follows by name
+SECTIONS = {
+    "Tutorial": ["tutorial/"],
+    "How do I": ["howto/"],
+    "Guides": ["watch.md", "nn.md", "hf.md", "adapters.md", "choosing-a-loss.md", "distributed.md", "findings.md", "*"],
+    "Reference": ["conventions.md", "reference/", "statements.md"],
+    "Why": ["explain/"],
+    "Studies": ["studies.md", "study/", "errata.md", "log.md"],
+    "Gallery": ["gallery.md"],
+    "Project": list(ROOTED.values()),
+}
+LINK = re.compile(r"(!?\[(?:[^\]\\]|\\.)*\])\(([^)\s]+)\)")
+PLAIN = re.compile(
+    r'<div class="(?:language-text )?highlight"><pre>(?:<span></span>)?<code>(.*?)</code></pre></div>', re.DOTALL
+)
+
+
+# ---- pages ---------------------------------------------------------------------------------------------------------
+
+
+def public_modules() -> dict[str, list[str]]:
+    """Module -> its public names, in the order of the reference; of one name in two modules the shorter path stays."""
+    import partita
+
+    own = [name for name in partita.__all__ if not inspect.ismodule(getattr(partita, name))]
+    found = {"partita": own}
+    inner = [f"partita.{name}" for name in partita.__all__ if inspect.ismodule(getattr(partita, name))]
+    inner.remove("partita.theory")
+    inner += [f"partita.adapters.{path.stem}" for path in sorted((ROOT / "src/partita/adapters").glob("[a-z]*.py"))]
+    seen = {id(getattr(partita, name)) for name in own}
+    for module in inner:
+        loaded = importlib.import_module(module)
+        names = []
+        for name in getattr(loaded, "__all__", ()):
+            thing = getattr(loaded, name)
+            if id(thing) in seen or inspect.ismodule(thing):
+                continue
+            seen.add(id(thing))
+            names.append(name)
+        if names:
+            found[module] = names
+    import partita.theory
+
+    for name in partita.theory.__all__:
+        thing = getattr(partita.theory, name)
+        if inspect.ismodule(thing) and name != "errata":
+            listed = [n for n in getattr(thing, "__all__", ()) if callable(getattr(thing, n))]
+            if listed:
+                found[thing.__name__] = listed
+    return found
+
+
+def described(module: str, name: str) -> bool:
+    """Whether there is anything to generate: a function or class of partita with a docstring."""
+    thing = getattr(importlib.import_module(module), name)
+    home = getattr(thing, "__module__", "") or ""
+    return (inspect.isclass(thing) or inspect.isroutine(thing)) and home.startswith("partita") and bool(thing.__doc__)
+
+
+def reference_pages() -> Iterator[tuple[str, str]]:
+    rows = []
+    for module, names in public_modules().items():
+        loaded = importlib.import_module(module)
+        about = (loaded.__doc__ or "").strip().partition("\n")[0]
+        body = [f"# {module}", "", about, ""]
+        for name in sorted(names, key=lambda n: (n != "Gibbs", inspect.isclass(getattr(loaded, n)), n)):
+            if described(module, name):
+                thing = getattr(loaded, name)
+                home = f"{thing.__module__}.{thing.__qualname__}"
+                body += [f"::: {home}", "    options:", f"      heading: {module}.{name}", ""]
+        places = [n for n in names if not described(module, n)]
+        if places:
+            body += ["## Also", "", ", ".join(f"`{module}.{n}`" for n in places), ""]
+        yield f"reference/{module}.md", "\n".join(body)
+        rows.append(f"| [{module}]({module}.md) | {about} | {len(names)} |")
+    table = ["| module | what | names |", "|---|---|---|", *rows]
+    yield "reference/index.md", "\n".join(["# Reference", "", "Made of the docstrings.", "", *table, ""])
+
+
+def title(markdown: str, otherwise: str) -> str:
+    found = re.search(r"^# (.+)$", markdown, re.MULTILINE)
+    return found.group(1).replace("`", "") if found else otherwise
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for source, place in ROOTED.items():
+        files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
+    for place, content in [*reference_pages(), *study_pages(ROOT / "docs")]:
+        files.append(File.generated(config, place, content=content))
+    for asset in sorted((HERE / "assets").iterdir()):
+        files.append(File.generated(config, f"assets/{asset.name}", abs_src_path=str(asset)))
+    gallery = ROOT / "build" / "gallery"
+    for page in sorted(gallery.glob("*.html")):
+        files.append(File.generated(config, f"gallery/{page.name}", abs_src_path=str(page)))
+    config.nav = navigation(files)
+    return files
+
+
+def navigation(files: Files) -> list[Any]:
+    pages = {f.src_uri: title(f.content_string, f.src_uri) for f in files.documentation_pages()}
+    pages.pop("index.md")
+    claimed = [p for starts in SECTIONS.values() for p in starts if p != "*"]
+    free = [p for p in pages if not any(p == c or (c.endswith("/") and p.startswith(c)) for c in claimed)]
+    nav: list[Any] = [{"partita": "index.md"}]
+    for section, starts in SECTIONS.items():
+        chosen: list[str] = []
+        for start in starts:
+            more = (
+                free if start == "*" else [p for p in pages if p == start or (start[-1] == "/" and p.startswith(start))]
+            )
+            chosen += sorted(more, key=lambda p: (not p.endswith("/index.md"), p.removesuffix(".md")))
+        if chosen:
+            nav.append({section: [{pages[p]: p} for p in chosen]})
+    return nav
+
+
+# ---- links and equations ---------------------------------------------------------------------------------------------
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links as they are in the repository, made to lead to the same place on the site."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]
+    if page.file.src_uri.startswith("howto/"):
+        page.meta["search"] = {"boost": 4}  # these are the questions people type
+    back = {place: source for source, place in ROOTED.items()}
+    uri = page.file.src_uri
+    lies = ROOT / back[uri] if uri in back else ROOT / "docs" / uri
+
+    def follow(found: re.Match[str]) -> str:
+        text, link = found.groups()
+        file, sharp, fragment = link.partition("#")
+        if not file or "://" in link or link.startswith("mailto:"):
+            return found.group(0)
+        goal = Path(os.path.normpath(lies.parent / file))
+        if goal.is_relative_to(ROOT / "docs"):
+            place = goal.relative_to(ROOT / "docs").as_posix()
+        elif goal.is_relative_to(ROOT) and goal.relative_to(ROOT).as_posix() in ROOTED:
+            place = ROOTED[goal.relative_to(ROOT).as_posix()]
+        else:  # a source file: it is in the repository, not on the site
+            return text[1:-1]
+        return f"{text}({os.path.relpath(place, os.path.dirname(uri) or '.')}{sharp}{fragment})"
+
+    return LINK.sub(follow, markdown)
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    def shown(found: re.Match[str]) -> str:
+        text = html.unescape(found.group(1))
+        return typeset(text) if is_equation(text) else found.group(0)
+
+    return PLAIN.sub(shown, content)
