@@ -47,8 +47,8 @@ def assert_same_bits(found, ordinary, default):
 
 # Kinds of things, contexts, programs; and what makes a tensor out of nothing, which follows the defaults as torch does.
 NO_CALLS = {
-    "Bias", "ContrastStats", "Exclusion", "LabelStats", "LossStats", "OtherLabel", "PairHook", "Policy", "State",
-    "Stats", "Support", "TopK", "alibi_slopes", "backend", "backends", "explain", "load_record", "qk_clip_",
+    "Bias", "ClassStats", "ContrastStats", "Exclusion", "LabelStats", "LossStats", "OtherLabel", "PairHook", "Policy",
+    "State", "Stats", "Support", "TopK", "alibi_slopes", "backend", "backends", "explain", "load_record", "qk_clip_",
     "replace_sdpa", "sinusoidal", "watch",
 }  # fmt: skip
 
