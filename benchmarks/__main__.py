@@ -17,6 +17,7 @@ from .harness import Options, environment, head, show, write_json
 
 QUESTIONS = (
     "attention", "cross_entropy", "contrastive", "margins", "decode", "memory", "accuracy", "watch", "distributed",
+    "compile",
 )  # fmt: skip
 
 

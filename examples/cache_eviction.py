@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import partita
-from partita.hf_cache import heavy_hitter_cache
+from partita.hf.cache import heavy_hitter_cache
 from partita.lab.draw import svg
 from partita.lab.figure import Figure, Line, Panel
 

@@ -5,7 +5,6 @@ Checks that need to look at *values* are made only where values exist: not while
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +31,7 @@ __all__ = [
     "check_target",
     "check_value",
     "check_whole",
+    "finite",
     "has_values",
     "shape_text",
 ]
@@ -49,6 +49,14 @@ def has_values(tensor: Tensor) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def finite(number: float) -> bool:
+    """Whether a number is neither nan nor infinite; by comparing, since a symbolic one has no math.isfinite.
+
+    The largest double is written out: a name would become one more symbol of a graph.
+    """
+    return -1.7976931348623157e308 <= number <= 1.7976931348623157e308
 
 
 def check_float(name: str, tensor: Tensor) -> None:
@@ -229,7 +237,7 @@ def check_positions(n_query: int, n_key: int) -> None:
 
 
 def check_positive(name: str, number: float, *, zero: bool = False) -> None:
-    fine = isinstance(number, (int, float)) and math.isfinite(number) and (number >= 0 if zero else number > 0)
+    fine = isinstance(number, (int, float)) and finite(number) and (number >= 0 if zero else number > 0)
     if not fine:
         kind = "not negative" if zero else "positive"
         raise ValueRangeError(f"{name} must be a finite number, {kind}; got {number!r}.")

@@ -15,9 +15,8 @@ from partita.engine import explain as explain_request
 from partita.engine.axes import split_heads
 from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import attention as plain_attention
-from partita.engine.execute import both_ways, execute, score_tiles, scores, weighted_nll
+from partita.engine.execute import both_ways, execute, sample, scores, top, weighted_nll
 from partita.engine.execute import received as column_sums
-from partita.engine.execute import top as best_scores
 from partita.engine.request import Request, build, extend
 from partita.engine.sums import Sums
 from partita.engine.terms import Term
@@ -366,36 +365,16 @@ class Gibbs:
             return known[1]
         return self.reduce(target=target, rank=True)
 
-    @torch.no_grad()
     def sample(self, generator: torch.Generator | None = None) -> Tensor:  # (..., n_query) int64
         """One key per query, drawn from p by the Gumbel-max rule while streaming; -1 on an empty support."""
         request = self.request()
-        parts = []
-        for rows, tiles in score_tiles(request):
-            shape = (*request.batch, rows.stop - rows.start)
-            best = request.scale.new_full(shape, -torch.inf)
-            index = torch.full(shape, -1, dtype=torch.int64, device=self.query.device)
-            for cols, s in tiles:
-                noise = torch.empty_like(s).exponential_(generator=generator).log_()
-                top, at = (s - noise).max(-1)
-                better = top > best
-                best = torch.where(better, top, best)
-                index = torch.where(better, at + cols.start, index)
-            parts.append(index)
-        return request.ungroup(_rows_cat(parts, request, torch.int64))
+        return request.ungroup(sample(request, generator))
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:  # (..., n_query, k) each
         """The k best scores and their keys, best first; past the visible keys -inf and -1. Scores have a gradient."""
         check_whole("k", k, least=0)
         request = self.request()
-        with torch.no_grad():
-            known = best_scores(request, k)
-            if known is not None:
-                score, index = known
-            else:
-                found = [self._top_rows(request, rows, tiles, k) for rows, tiles in score_tiles(request)]
-                score = _rows_cat([s for s, _ in found], request, request.dtype, k)
-                index = _rows_cat([i for _, i in found], request, torch.int64, k)
+        score, index = top(request, k)
         given = (self.query, self.key, self.bias, self.scale)
         if torch.is_grad_enabled() and [1 for t in given if isinstance(t, Tensor) and t.requires_grad]:
             again = _score_at(request, index.clamp(min=0))
@@ -411,18 +390,6 @@ class Gibbs:
         score, index = self.top(k)
         level = torch.where(self._rows().empty(), 0.0, self.log_partition())
         return score - level[..., None], index
-
-    @staticmethod
-    def _top_rows(request: Request, rows: slice, tiles: object, k: int) -> tuple[Tensor, Tensor]:
-        shape = (*request.batch, rows.stop - rows.start, k)
-        score = request.scale.new_full(shape, -torch.inf)
-        index = torch.full(shape, -1, dtype=torch.int64, device=request.query.device)
-        for cols, s in tiles:  # type: ignore[attr-defined]
-            own, at = s.topk(min(k, s.shape[-1]), -1)
-            at = torch.where(own.isneginf(), -1, at + cols.start)
-            score, order = torch.cat([score, own], -1).topk(k, -1)
-            index = torch.cat([index, at], -1).gather(-1, order)
-        return score, index
 
     def probs(self) -> Tensor:  # (..., n_query, n_key)
         """The whole matrix p(j|i): dense, n_query * n_key numbers. For small problems and for looking at."""
@@ -448,12 +415,6 @@ def _forget(passes: weakref.ref[_Passes]) -> None:
     if known is not None:
         known.clear()
         known.request = known.target = None
-
-
-def _rows_cat(parts: list[Tensor], request: Request, dtype: torch.dtype, *tail: int) -> Tensor:
-    if not parts:
-        return torch.zeros((*request.batch, 0, *tail), dtype=dtype, device=request.query.device)
-    return torch.cat(parts, -1 - len(tail))
 
 
 def _score_at(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)

@@ -144,9 +144,10 @@ def in_row_blocks(
     """function(*rows, *shared) for a few rows at a time, joined; what it holds is computed again in the backward pass.
 
     `function` gives a result per row and may hold `width` numbers for each: nothing of size n * width stays. Whatever
-    needs a gradient must be among the arguments. Second derivatives are taken of the whole at once.
+    needs a gradient must be among the arguments. Second derivatives are taken of the whole at once, and so is a graph:
+    while tracing nothing can be cut by size.
     """
-    if rows[0].shape[0] * width <= _SMALL:
+    if torch.compiler.is_compiling() or rows[0].shape[0] * width <= _SMALL:
         return function(*rows, *shared)
     step = max(1, _AT_ONCE // max(width, 1))
     out: Tensor = _InRowBlocks.apply(function, len(rows), step, *rows, *shared)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from partita import hf
 from partita.errors import ValueRangeError
 from tests.hf.models import gpt2, llama
 
-hf_cache = pytest.importorskip("partita.hf_cache", reason="pip install transformers to test it")
+hf_cache = pytest.importorskip("partita.hf.cache", reason="pip install transformers to test it")
 
 
 def twins(make):

@@ -4,7 +4,8 @@
     Gradients   the gradients of a pass; itself differentiable once, tile by tile
 
 The operators `partita::reduce` and `partita::reduce_backward` hide the backend, so that torch.compile sees one node and
-a profiler one name; where nobody looks they are left out.
+a profiler one name; where nobody looks they are left out. While tracing the first is called as it is: it brings its own
+derivative, by the same formulas. Checks of values, which a tracer cannot make, are made when it runs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from torch import Tensor, library
 
 from partita.engine import backends
 from partita.engine.backends import tiled
-from partita.engine.request import Request
+from partita.engine.request import Request, check_values
 from partita.engine.state import Stats, raw_gradients
 from partita.engine.sums import OPERANDS, Sums, Upstream
 from partita.engine.terms import pack, unpack
 from partita.precision import no_autocast
 
-__all__ = ["Gradients", "Pass", "Plan", "assemble", "backward", "forward", "gradients", "reduce"]
+__all__ = [
+    "OPERANDS_SCHEMA", "PLAN_SCHEMA", "Gradients", "Pass", "Plan", "assemble", "backward", "forward", "gradients",
+    "read", "reduce",
+]  # fmt: skip
 
 _ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the operands in `Gradients`
 _ABSENT = 0  # the size of an output that was not asked for: an operator has no optional results
@@ -123,15 +127,19 @@ def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
     )
 
 
-_OPERANDS = "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
-_PLAN = "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend, bool extremes"
+OPERANDS_SCHEMA = (
+    "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
+)
+PLAN_SCHEMA = (
+    "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend, bool extremes"
+)
 _GIVEN = "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target"
 
-library.define("partita::reduce", f"({_OPERANDS}, {_PLAN}) -> ({', '.join(['Tensor'] * 12)})")
-library.define("partita::reduce_backward", f"({_OPERANDS}, {_PLAN}, {_GIVEN}, bool[] needs) -> Tensor[]")
+library.define("partita::reduce", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}) -> ({', '.join(['Tensor'] * 12)})")
+library.define("partita::reduce_backward", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}, {_GIVEN}, bool[] needs) -> Tensor[]")
 
 
-def _read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Sequence[Any]]:
+def read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Sequence[Any]]:
     """The plan, the tensors of the request, and what follows them in an operator's arguments."""
     operands, support, plan, rest = arguments[:6], arguments[6], arguments[7:15], arguments[15:]
     layout, *options = plan
@@ -140,13 +148,15 @@ def _read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Se
 
 @library.impl("partita::reduce", "CompositeExplicitAutograd")
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    plan, tensors, _ = _read(arguments)
-    return _flat(forward(plan.request(tensors), plan.backend))
+    plan, tensors, _ = read(arguments)
+    request = plan.request(tensors)
+    check_values(request)
+    return _flat(forward(request, plan.backend))
 
 
 @library.register_fake("partita::reduce")  # type: ignore[untyped-decorator]
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    plan, tensors, _ = _read(arguments)
+    plan, tensors, _ = read(arguments)
     r = plan.request(tensors)
     rows = (*r.batch, r.n_query)
     values = (*rows, 0 if r.value is None else r.value.shape[-1])
@@ -173,13 +183,13 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 @library.impl("partita::reduce_backward", "CompositeExplicitAutograd")
 def _(*arguments: Any) -> list[Tensor]:
-    plan, tensors, (*rows, needs) = _read(arguments)
+    plan, tensors, (*rows, needs) = read(arguments)
     return _wanted(plan, tensors, rows, needs)
 
 
 @library.register_fake("partita::reduce_backward")  # type: ignore[untyped-decorator]
 def _(*arguments: Any) -> list[Tensor]:
-    _, tensors, (*_, needs) = _read(arguments)
+    _, tensors, (*_, needs) = read(arguments)
     return [t.new_empty(t.shape) for t, needed in zip(tensors[:5], needs, strict=True) if needed and t is not None]
 
 
@@ -200,7 +210,7 @@ def _wanted(
     g = Upstream.over((*request.batch, request.n_query), mass, first, second, moment, target)
     total = backward(request, peak, g, tuple(needs), plan.backend)
     return [
-        total[name].to(t.dtype)
+        total[name].to(t.dtype).contiguous()
         for name, t in zip(OPERANDS, tensors[:5], strict=True)
         if name in total and t is not None
     ]
@@ -220,49 +230,14 @@ class Pass(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.plan, request, *tensors = inputs
+        plan, request, *tensors = inputs
+        _remember(ctx, plan, tensors, output)
         ctx.seen = request is None  # operators are looked at
-        peak, mass, count, first, spread, _, _, mean, _, rank, least, places = output
-        ctx.mark_non_differentiable(peak, count, rank, least, places)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan = ctx.plan
-        *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
-        _, g_mass, _, g_first, g_spread, g_stats, g_moment, g_mean, g_target, *_ = grads
-        none: list[Tensor | None] = [None] * (len(tensors) + 2)
-        if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target)):
-            return tuple(none)
-        by_name = {} if g_stats is None else dict(zip(Stats._fields, g_stats.unbind(), strict=False))
-        raw = raw_gradients(
-            mass,
-            first if plan.statistics else None,
-            spread if plan.statistics else None,
-            mean,
-            g_mass=g_mass,
-            g_first=g_first if plan.statistics else None,
-            g_spread=g_spread if plan.statistics else None,
-            g_mean=g_mean if plan.mean else None,
-            g_log_partition=by_name.get("log_partition"),
-            g_entropy=by_name.get("entropy"),
-            g_mean_score=by_name.get("mean_score"),
-            g_variance=by_name.get("score_variance"),
-        )
-        moment = raw.moment if plan.mean else g_moment
-        moment = None if tensors[2] is None else moment
-        target = None if tensors[5] is None else g_target
-        needs = [t is not None and ctx.needs_input_grad[2 + i] for i, t in enumerate(tensors[:5])]
-        given = (*tensors, peak, raw.mass, raw.first, raw.second, moment, target)
-        if torch.compiler.is_compiling():  # a compiled graph has no second derivative
-            found = gradients(plan, needs, True, *given)
-        else:
-            found = Gradients.apply(plan, needs, ctx.seen, *given)  # type: ignore[no-untyped-call]
-        rest = iter(found)
-        for i, needed in enumerate(needs):
-            none[2 + i] = next(rest) if needed else None
-        return tuple(none)
+        found = _pulled_back(ctx, ctx.needs_input_grad[2:], grads)
+        return (None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - len(found)))
 
     @staticmethod
     def vmap(
@@ -273,6 +248,63 @@ class Pass(torch.autograd.Function):
         for i in (5, 11):  # statistics and places: the mapped dimension first here too
             out[i] = out[i].movedim(0, 1) if out[i].dim() > 1 else out[i]
         return tuple(out), tuple(None if t.dim() == 1 and t.shape[0] == 0 else 0 for t in out)
+
+
+def _remember(ctx: Any, plan: Plan, tensors: Sequence[Tensor | None], output: tuple[Tensor, ...]) -> None:
+    """What the gradients of a pass are made from."""
+    peak, mass, count, first, spread, _, _, mean, _, *whole = output
+    ctx.plan = plan
+    ctx.mark_non_differentiable(peak, count, *whole)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
+
+
+def _pulled_back(ctx: Any, needed: Sequence[bool], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Gradients of query, key, value, scale and bias from those of a pass's results."""
+    plan = ctx.plan
+    *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
+    _, g_mass, _, g_first, g_spread, g_stats, g_moment, g_mean, g_target, *_ = grads
+    if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target)):
+        return [None] * len(OPERANDS)
+    by_name = {} if g_stats is None else dict(zip(Stats._fields, g_stats.unbind(), strict=False))
+    raw = raw_gradients(
+        mass,
+        first if plan.statistics else None,
+        spread if plan.statistics else None,
+        mean,
+        g_mass=g_mass,
+        g_first=g_first if plan.statistics else None,
+        g_spread=g_spread if plan.statistics else None,
+        g_mean=g_mean if plan.mean else None,
+        g_log_partition=by_name.get("log_partition"),
+        g_entropy=by_name.get("entropy"),
+        g_mean_score=by_name.get("mean_score"),
+        g_variance=by_name.get("score_variance"),
+    )
+    moment = raw.moment if plan.mean else g_moment
+    moment = None if tensors[2] is None else moment
+    target = None if tensors[5] is None else g_target
+    needs = [t is not None and need for t, need in zip(tensors[:5], needed, strict=False)]
+    given = (*tensors, peak, raw.mass, raw.first, raw.second, moment, target)
+    found = iter(Gradients.apply(plan, needs, ctx.seen, *given))  # type: ignore[no-untyped-call]
+    return [next(found) if need else None for need in needs]
+
+
+def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    plan, tensors, _ = read(inputs)
+    _remember(ctx, plan, tensors, output)
+    ctx.seen = True
+
+
+def _operator_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """As `Pass.backward`, in the shape of the operator's arguments: a list where they have one."""
+    query, key, value, scale, bias, target, support, layout, *options = ctx.needs_input_grad
+    found = _pulled_back(ctx, (query, key, value, scale, bias), grads)
+    none = [None if not isinstance(x, list) else [None] * len(x) for x in (target, support, layout, *options)]
+    return (*found, *none)
+
+
+library.register_autograd("partita::reduce", _operator_backward, setup_context=_setup_operator)
 
 
 def _batched(tensor: Tensor | None, dim: int | None, size: int | None = None) -> Tensor | None:

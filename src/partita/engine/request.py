@@ -7,7 +7,6 @@ value have size 1: keys are never repeated.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from partita.precision import accumulation_dtype, autocasts, output_dtype
 if TYPE_CHECKING:
     from partita.support import Support
 
-__all__ = ["Request", "build", "extend"]
+__all__ = ["Request", "build", "check_values", "extend"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,16 +200,27 @@ def _scale(scale: float | Tensor, query: Tensor) -> Tensor:
                 f"scale must broadcast to the rows (..., {query.shape[-2]}); got {_checks.shape_text(scale)}. "
                 f"A scale per head is scale[:, None]."
             )
-        if _checks.has_values(scale) and scale.device.type == "cpu" and not bool(scale.isfinite().all()):
-            raise ValueRangeError("scale must be finite; the tensor given holds nan or inf.")
+        _check_finite(scale)
         scale = scale.to(device=query.device, dtype=dtype)
         return scale if scale.dim() else scale[None]
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not _checks.finite(scale):
         raise ValueRangeError(
             f"scale must be a finite number, a tensor or a policy of partita.scale; got {scale!r}. "
             f"None means 1 (1/sqrt(dim) in attention)."
         )
     return torch.full((1,), float(scale), dtype=dtype, device=query.device)
+
+
+def _check_finite(scale: Tensor) -> None:
+    if _checks.has_values(scale) and scale.device.type == "cpu" and not bool(scale.isfinite().all()):
+        raise ValueRangeError("scale must be finite; the tensor given holds nan or inf.")
+
+
+def check_values(request: Request) -> None:
+    """What `build` and `extend` ask of values, for a request that was built where there were none."""
+    _check_finite(request.scale)
+    if request.target is not None:
+        _checks.check_target(request.target, request.n_key)
 
 
 def _groups(query: Tensor, key: Tensor) -> int:

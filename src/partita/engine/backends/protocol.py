@@ -64,3 +64,7 @@ class Backend:
     top: Callable[[Request, int], tuple[Tensor, Tensor] | None] | None = None
     # statistics of rows added to the totals of their heads, in one walk; False where it does not serve them
     accumulate: Callable[..., bool] | None = None
+    # why `weighted_nll` and `both_ways` cannot serve, where they serve more than a pass does
+    why_no_loss: Callable[[Request], str | None] | None = None
+    # why "auto" passes by a request that it could serve if it were named
+    unasked: Callable[[Request], str | None] = lambda request: None

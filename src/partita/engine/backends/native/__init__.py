@@ -23,57 +23,39 @@ from partita.engine.backends.native.received import received
 from partita.engine.backends.native.statistics import accumulate
 from partita.engine.backends.native.top import LARGEST
 from partita.engine.backends.native.top import top as best
+from partita.engine.backends.one_term import one_term, too_large
 from partita.engine.backends.parts import backward_parts, forward_parts, parts
 from partita.engine.backends.protocol import Backend, BothWays, Divergences, Gradients, Needs
 from partita.engine.backends.tiled import columns, pair
 from partita.engine.divergences import Record
 from partita.engine.request import Request
 from partita.engine.sums import OPERANDS, Sums, Upstream
-from partita.engine.terms import Term, window_mask
+from partita.engine.terms import Term
 
 __all__ = ["BACKEND", "backward", "forward", "why_not"]
-
-_LARGEST_MASK = 1 << 25  # bytes; a union of supports up to this size is written out
 
 
 def why_not(request: Request) -> str | None:
     """None, or why the native library cannot serve this request."""
     if request.query.device.type != "cpu":
         return f"it serves CPU tensors, these are on {request.query.device}"
-    if len(request.terms) > 1 and parts(request) is None and _union_bytes(request) > _LARGEST_MASK:
-        return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
     if request.cap_bias and request.softcap is not None and request.bias is not None:
         return "it adds a bias after the softcap, not before"
-    return library.why_not()
-
-
-def _union_bytes(request: Request) -> int:
-    """The size of the mask that says what any of the terms shows."""
-    rows = [t for term in request.terms for t in (term.start, term.stop, term.query_segment, term.key_segment)]
-    shapes = [t.shape[:-1] for t in rows if t is not None]
-    shapes += [term.mask.shape[:-2] for term in request.terms if term.mask is not None]
-    return math.prod(broadcast(*shapes)) * request.n_query * request.n_key
+    return too_large(request) or library.why_not()
 
 
 def _terms(request: Request) -> tuple[Term, ...]:
     """What the library knows: at most one term, with segment ids in int32; large ids are relabelled by their rank."""
-    if len(request.terms) > 1:
-        whole = slice(0, request.n_query), slice(0, request.n_key)
-        shown = window_mask(request.terms, *whole, request.query.device)
-        if shown is None:
-            return ()
-        lead = [1] * (request.query.dim() - shown.dim())
-        return (Term(mask=shown.view(*lead, *shown.shape)),)
-    terms = []
-    for term in request.terms:
-        query, key = term.query_segment, term.key_segment
-        if query is not None and key is not None:
-            if not (_small(query) and _small(key)):
-                labels = torch.unique(torch.cat([query.reshape(-1), key.reshape(-1)]))
-                query, key = torch.searchsorted(labels, query), torch.searchsorted(labels, key)
-            term = replace(term, query_segment=query.to(torch.int32), key_segment=key.to(torch.int32))
-        terms.append(term)
-    return tuple(terms)
+    term = one_term(request)
+    if term is None:
+        return ()
+    query, key = term.query_segment, term.key_segment
+    if query is not None and key is not None:
+        if not (_small(query) and _small(key)):
+            labels = torch.unique(torch.cat([query.reshape(-1), key.reshape(-1)]))
+            query, key = torch.searchsorted(labels, query), torch.searchsorted(labels, key)
+        term = replace(term, query_segment=query.to(torch.int32), key_segment=key.to(torch.int32))
+    return (term,)
 
 
 def _small(ids: Tensor) -> bool:
@@ -199,7 +181,9 @@ def column_sums(request: Request, peak: Tensor, weight: Tensor, shared: bool) ->
 
 def top(r: Request, k: int) -> tuple[Tensor, Tensor] | None:
     """The k best scores of every row and their keys; None where that has no kernel."""
-    return best(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, k) if k <= LARGEST else None
+    if k > LARGEST or too_large(replace(r, rank=True)):  # as where ranks are asked: parts do not add up
+        return None
+    return best(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, k)
 
 
 _FEW = 32  # batch entries, which are gone through one by one

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from partita.engine.axes import offsets
 from partita.engine.backends.native import layout, library
-from partita.engine.backends.native.operands import CODES, CPU, NOTHING, extent, offsets
+from partita.engine.backends.native.operands import CODES, CPU, NOTHING, extent
 from partita.engine.state import Stats
 
 __all__ = ["attention"]

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from partita.engine.axes import offsets
 from partita.engine.backends.native import layout, library
-from partita.engine.backends.native.operands import CPU, Term, offsets, pointer, prepare, sound
+from partita.engine.backends.native.operands import CPU, Term, pointer, prepare, sound
 
 __all__ = ["received"]
 

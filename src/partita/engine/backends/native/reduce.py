@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from partita.engine.axes import offsets
 from partita.engine.backends.native import layout, library
-from partita.engine.backends.native.operands import CPU, NOTHING, Call, Term, address, offsets, pointer, prepare, sound
+from partita.engine.backends.native.operands import CPU, NOTHING, Call, Term, address, pointer, prepare, sound
 from partita.engine.sums import Sums
 
 __all__ = ["ColumnSums", "Gradients", "reduce", "reduce_backward"]

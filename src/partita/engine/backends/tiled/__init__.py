@@ -19,6 +19,7 @@ from partita.engine.backends.tiled.tile import Clean, Operands, gradients, score
 from partita.engine.request import Request
 from partita.engine.state import State
 from partita.engine.sums import Sums, Upstream
+from partita.engine.terms import window_mask
 
 __all__ = [
     "always",
@@ -240,11 +241,7 @@ def score_tiles(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice,
 
 def scores_whole(request: Request) -> Tensor:  # (*b, Q, K)
     """All scores at once, differentiable."""
-    clean, grid = Clean.of(request), Grid(request, single_tile(request))
     rows, cols = slice(0, request.n_query), slice(0, request.n_key)
-    shape = (*request.batch, request.n_query, request.n_key)
-    if not grid.rows:
-        return request.scale.new_zeros(shape)
-    for cols, mask in grid.visit(0):
-        return scores(clean, clean.operands(rows, cols), rows, cols, mask)[0].expand(shape)
-    return request.scale.new_full(shape, -torch.inf)
+    clean, mask = Clean.of(request), window_mask(request.terms, rows, cols, request.query.device)
+    found = scores(clean, clean.operands(rows, cols), rows, cols, mask)[0]
+    return found.expand(*request.batch, request.n_query, request.n_key)

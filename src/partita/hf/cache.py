@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from partita._checks import check_whole
 from partita.errors import ValueRangeError
-from partita.hf import NAMES, OBSERVERS
+from partita.hf.attention import NAMES, OBSERVERS
 
 __all__ = ["HeavyHitterLayer", "heavy_hitter_cache"]
 

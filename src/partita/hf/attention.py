@@ -1,4 +1,4 @@
-"""Hugging Face: any model runs on partita with attn_implementation="partita".
+"""Any Hugging Face model runs on partita with attn_implementation="partita".
 
     partita.hf.register()
     model = AutoModel.from_pretrained(..., attn_implementation="partita")
