@@ -100,7 +100,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     stream, n_word = words()
-    cut, steps = len(stream) * 9 // 10, 12 if options.quick else 300
+    cut, steps = len(stream) * 9 // 10, 12 if options.quick else 120
     teacher = Model(n_word, 64 if options.quick else 128)
     train(teacher, batches(stream[:cut], 2 * steps, 0))
     held = batches(stream[cut:], 2 if options.quick else 8, 1)

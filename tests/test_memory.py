@@ -132,11 +132,11 @@ DISTILLED = """
 @pytest.mark.parametrize(
     ("body", "size", "limit"),
     [
-        # the matrix would take 1 GB; operands' gradients take 8 MB
-        pytest.param(RECEIVED, (16384, 64, 16384), 64, id="received"),
-        # both matrices would take 512 MB; the gradients take 8.5 MB, a chunk of both score matrices 40
-        pytest.param(DIVERGENCE, (2048, 64, 32768), 80, id="divergence"),
-        pytest.param(DISTILLED, (2048, 64, 32768), 80, id="distillation"),
+        # the matrix would take 256 MB; the gradients of the operands take 4
+        pytest.param(RECEIVED, (8192, 64, 8192), 64, id="received"),
+        # both matrices would take 256 MB; the gradients take 8.5, a chunk of both score matrices 40
+        pytest.param(DIVERGENCE, (1024, 64, 32768), 96, id="divergence"),
+        pytest.param(DISTILLED, (1024, 64, 32768), 96, id="distillation"),
     ],
 )
 def test_margins_hold_nothing_of_the_size_of_the_matrix(body, size, limit, backend):

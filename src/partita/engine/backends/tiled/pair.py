@@ -14,7 +14,7 @@ from partita.engine.backends.tiled.grid import Grid, choose_tile, single_tile
 from partita.engine.backends.tiled.tile import Clean, Operands, pulled_back, scores
 from partita.engine.divergences import Record, both_sides
 from partita.engine.request import Request
-from partita.engine.state import State, centre, merge
+from partita.engine.state import State, centre
 
 __all__ = ["divergence", "divergence_backward", "divergence_backward_whole", "divergence_whole"]
 
@@ -97,9 +97,12 @@ def _masses(sweep: _Sweep, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
     new = sweep.requests[0].scale
     found = [new.new_full(rows, -torch.inf), new.new_zeros(rows), new.new_full(rows, -torch.inf), new.new_zeros(rows)]
     for index, at in enumerate(sweep.rows):
-        tiles = [[State.of(half.score) for half in halves] for _, *halves in sweep.tiles(index)]
-        for side, states in enumerate(zip(*tiles, strict=True)):
-            state = merge(*states)
+        states: list[State] = []
+        # merged at once: small tensors kept from every tile would lie between the large ones, and the heap would grow
+        for _, *halves in sweep.tiles(index):
+            tiles = [State.of(half.score) for half in halves]
+            states = [a.merge(b) for a, b in zip(states, tiles, strict=True)] if states else tiles
+        for side, state in enumerate(states):
             found[2 * side][..., at], found[2 * side + 1][..., at] = state.peak, state.mass
     return tuple(found)
 
