@@ -195,6 +195,7 @@ def _forward(
         mask = torch.where(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf, mask)
     elif mask is not None:
         mask = mask[..., : key.shape[2]].bool()
+    policy = _policy(module, registered)
     out, stats = attention(
         query,
         key,
@@ -202,7 +203,7 @@ def _forward(
         mask,
         dropout,
         causal,
-        _sharpness(_policy(module, registered), scaling, query.shape[-1]),
+        _sharpness(policy, scaling, query.shape[-1]),
         key.shape[1] != query.shape[1],
         support=support,
         bias=bias,
@@ -210,4 +211,7 @@ def _forward(
         sink=s_aux,
         return_stats=True,
     )
+    observe = getattr(policy, "observe", None)  # of a scale that is steered by what it sees
+    if module.training and observe is not None:
+        observe(stats)
     return out.transpose(1, 2).contiguous(), stats
