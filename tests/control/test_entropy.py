@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +14,8 @@ import partita
 from partita import nn
 from partita.errors import ValueRangeError
 from tests.control.models import make
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def stats_of(query, key, level):
@@ -52,6 +59,26 @@ def test_a_collapsed_hugging_face_model_is_brought_into_the_band():
     # the band is of the mean over rows of H against that of log n; the mean of the quotients differs a little
     assert ((after > 0.3) & (after < 0.7)).all(), after
     assert (after - 0.5).abs().max() < (before - 0.5).abs().max()
+
+
+@pytest.fixture(scope="module")
+def example():
+    sys.path.insert(0, str(EXAMPLES))
+    yield importlib.import_module("entropy_band")
+    sys.path.remove(str(EXAMPLES))
+
+
+def test_the_example_collapses_without_and_learns_with_the_controller(example):
+    loss, share = (example.smooth(x)[-1] for x in example.train(None, 300))
+    assert loss > 0.9 * math.log(example.SYMBOLS) and share < 0.01
+    loss, share = (example.smooth(x)[-1] for x in example.train((0.2, 1.0), 300))
+    assert loss < 0.5 * math.log(example.SYMBOLS) and share > 0.15
+
+
+def test_the_example_draws(example, tmp_path):
+    runs = {name: example.train(band, 3) for name, band in (("plain", None), ("held", (0.2, 1.0)))}
+    example.draw(runs, str(tmp_path / "figure.svg"))
+    assert (tmp_path / "figure.svg").read_text().startswith("<svg")
 
 
 def test_a_band_has_two_ends_in_order():
