@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import importlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -25,16 +26,19 @@ sys.path.insert(0, str(HERE))
 from equations import is_equation, typeset  # noqa: E402
 from studies import study_pages  # noqa: E402
 
+from partita.lab import draw  # noqa: E402
+
 # pages of the root -> their place on the site
 ROOTED = {
     "README.md": "overview.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "RELEASING.md": "releasing.md",
 }
 # section -> pages it begins with; the rest of the folder, or of what no section claims, follows by name
 SECTIONS = {
-    "Tutorial": ["tutorial/"],
+    "Tutorial": ["tutorial/", "notebooks.md", "notebook/"],
     "How do I": ["howto/"],
     "Guides": ["watch.md", "nn.md", "hf.md", "adapters.md", "choosing-a-loss.md", "distributed.md", "findings.md", "*"],
     "Reference": ["conventions.md", "reference/", "statements.md"],
@@ -43,6 +47,7 @@ SECTIONS = {
     "Gallery": ["gallery.md"],
     "Project": list(ROOTED.values()),
 }
+FIGURE = re.compile(r'<img alt="[^"]*" src="[^"]*figures/(\w+\.svg)" ?/?>')
 LINK = re.compile(r"(!?\[(?:[^\]\\]|\\.)*\])\(([^)\s]+)\)")
 PLAIN = re.compile(
     r'<div class="(?:language-text )?highlight"><pre>(?:<span></span>)?<code>(.*?)</code></pre></div>', re.DOTALL
@@ -111,6 +116,16 @@ def reference_pages() -> Iterator[tuple[str, str]]:
     yield "reference/index.md", "\n".join(["# Reference", "", "Made of the docstrings.", "", *table, ""])
 
 
+def notebook_pages() -> Iterator[tuple[str, str]]:
+    """Notebooks as they are committed: words and code, no outputs."""
+    for path in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        texts = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
+        body = [f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts]
+        body.insert(1, f"`examples/notebooks/{path.name}`, without its outputs.")
+        yield f"notebook/{path.stem}.md", "\n\n".join(body) + "\n"
+
+
 def title(markdown: str, otherwise: str) -> str:
     found = re.search(r"^# (.+)$", markdown, re.MULTILINE)
     return found.group(1).replace("`", "") if found else otherwise
@@ -119,10 +134,11 @@ def title(markdown: str, otherwise: str) -> str:
 def on_files(files: Files, config: Any) -> Files:
     for source, place in ROOTED.items():
         files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
-    for place, content in [*reference_pages(), *study_pages(ROOT / "docs")]:
+    for place, content in [*reference_pages(), *notebook_pages(), *study_pages(ROOT / "docs")]:
         files.append(File.generated(config, place, content=content))
     for asset in sorted((HERE / "assets").iterdir()):
         files.append(File.generated(config, f"assets/{asset.name}", abs_src_path=str(asset)))
+    files.append(File.generated(config, "assets/figures.css", content=figure_style()))
     gallery = ROOT / "build" / "gallery"
     for page in sorted(gallery.glob("*.html")):
         files.append(File.generated(config, f"gallery/{page.name}", abs_src_path=str(page)))
@@ -183,4 +199,21 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
         text = html.unescape(found.group(1))
         return typeset(text) if is_equation(text) else found.group(0)
 
-    return PLAIN.sub(shown, content)
+    def inlined(found: re.Match[str]) -> str:
+        """Figures become part of the page, so that they follow its colours and not only those of the system."""
+        drawn = (ROOT / "docs" / "figures" / found.group(1)).read_text(encoding="utf-8")
+        return f'<div class="figure">{re.sub("<style>.*?</style>", "", drawn, count=1, flags=re.DOTALL)}</div>'
+
+    return FIGURE.sub(inlined, PLAIN.sub(shown, content))
+
+
+def figure_style() -> str:
+    """The rules of the figures once for all of them, and their colours for both schemes of the theme."""
+    light = {**draw.INK, **{f"c{k}": c for k, c in enumerate(draw.COLOURS)}}
+    dark = {**draw.DARK, **{f"c{k}": c for k, c in enumerate(draw.DARK_COLOURS)}}
+    rules = [draw.stylesheet()]
+    for scheme, colours in (("default", light), ("slate", dark)):
+        # more classes than the rule that asks the system
+        select = f"body[data-md-color-scheme={scheme}] .md-content .partita-figure.partita-figure"
+        rules.append(f"{select}{{{';'.join(f'--pf-{name}:{value}' for name, value in colours.items())}}}")
+    return "\n".join(rules)

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +61,10 @@ def test_code_blocks_run(page: Path) -> None:
 
 def modules() -> Iterator[str]:
     yield "partita"
+    kernels = "partita.engine.backends.triton.kernels."  # import triton, an extra
     for found in pkgutil.walk_packages(partita.__path__, "partita."):
+        if found.name.startswith(kernels) and importlib.util.find_spec("triton") is None:
+            continue
         if not found.name.endswith(".libpartita_native"):  # beside the modules that load it, and itself none
             yield found.name
 
@@ -73,13 +77,24 @@ def test_docstring_examples_are_true(module: str) -> None:
     assert failed == 0
 
 
-def test_equations_are_typeset_as_their_docstrings_say() -> None:
-    spec = importlib.util.spec_from_file_location("equations", ROOT / "site" / "equations.py")
+def site_tool(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file, ROOT / "site" / f"{file}.py")
     assert spec
     assert spec.loader
     loaded = importlib.util.module_from_spec(spec)
+    sys.modules[file] = loaded
     spec.loader.exec_module(loaded)
-    assert doctest.testmod(loaded).failed == 0
+    return loaded
+
+
+def test_equations_are_typeset_as_their_docstrings_say() -> None:
+    assert doctest.testmod(site_tool("equations")).failed == 0
+
+
+def test_the_pictures_are_what_their_script_draws() -> None:
+    """`python site/pictures.py` writes them anew."""
+    for picture, draw in site_tool("pictures").PICTURES.items():
+        assert (ROOT / "docs" / "figures" / f"picture_{picture}.svg").read_text(encoding="utf-8") == draw(), picture
 
 
 def anchors(page: Path) -> set[str]:

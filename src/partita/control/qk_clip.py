@@ -69,7 +69,7 @@ class QKClip:
             raise TypeError(f"QKClip takes a torch.nn.Module; got {type(model).__name__}.")
         if threshold is not None:
             check_positive("threshold", threshold)
-        if next(iter(compiled.compiled(model)), None) is not None:
+        if [1 for inner in model.modules() if compiled.code_of(inner) is not None]:
             raise ValueRangeError(
                 "QKClip cannot see into the graphs of torch.compile: give it the model, and leave the model uncompiled."
             )

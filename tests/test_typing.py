@@ -1,0 +1,67 @@
+"""The documented calls type-check for a user: a plain call is a Tensor, with `return_stats=True` it is a pair."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# what a user writes -> what a type checker must say of it
+USAGE = {
+    "partita.attention(x, x, x)": "Tensor",
+    "partita.attention(x, x, x, is_causal=True, return_stats=True)": "tuple[Tensor, partita.Stats]",
+    "partita.linear_cross_entropy(x, x, y)": "Tensor",
+    "partita.linear_cross_entropy(x, x, y, return_stats=True)": "tuple[Tensor, partita.LossStats]",
+    "partita.linear_cross_entropy(x, x, y, return_stats=flag)": "Tensor | tuple[Tensor, partita.LossStats]",
+    "partita.cross_entropy(x, y, label_smoothing=0.1)": "Tensor",
+    "partita.info_nce_loss(x, x)": "Tensor",
+    "partita.info_nce_loss(x, x, return_stats=True)[1].effective_negatives": "Tensor",
+    "partita.clip_loss(x, x, 10.0)": "Tensor",
+    "partita.nt_xent_loss(x, x)": "Tensor",
+    "partita.supcon_loss(x, y, return_stats=True)": "tuple[Tensor, partita.contrastive.LabelStats]",
+    "partita.Gibbs(x, x).stats()": "partita.Stats",
+    "partita.Gibbs(x, x).entropy()": "Tensor",
+    "partita.merge(partita.Gibbs(x, x).state(), partita.Gibbs(x, x).state())": "partita.State",
+    "partita.support.causal() & partita.support.window(3, None)": "partita.support.Support",
+    "partita.scale.LogLength(512)(100, 64)": "Tensor",
+    "partita.watch(model).findings()": "list[partita.monitor.Finding]",
+    "partita.nn.MultiheadAttention(32, 4)": "partita.nn.MultiheadAttention",
+}
+WRONG = {
+    'partita.attention(x, x, x, scale="large")': "arg-type",
+    "partita.linear_cross_entropy(x, x)": "call-overload",
+    "partita.info_nce_loss(x, x, return_stats=True).backward()": "attr-defined",
+}
+
+
+def test_the_stub_says_what_the_functions_say() -> None:
+    spec = importlib.util.spec_from_file_location("signatures", ROOT / "packaging" / "signatures.py")
+    assert spec
+    assert spec.loader
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.FILE.read_text(encoding="utf-8") == tool.text(), "run python packaging/signatures.py"
+
+
+def test_documented_calls_have_their_types(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy is not installed: make test has it")
+    head = ["import partita", "from torch import Tensor, nn"]
+    head += ["def use(x: Tensor, y: Tensor, model: nn.Module, flag: bool) -> None:"]
+    lines = [f"    v{k}: {kind} = {call}" for k, (call, kind) in enumerate(USAGE.items())]
+    lines += [f"    {call}" for call in WRONG]
+    (tmp_path / "user.py").write_text("\n".join([*head, *lines]) + "\n")
+    # the sources, as a user's checker finds the installed package; what mypy knows of torch is kept between runs
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache"), "--python-version", "3.10",
+         "--follow-imports", "silent", "user.py"],
+        cwd=tmp_path, capture_output=True, text=True, env={"MYPYPATH": str(ROOT / "src"), "PATH": ""},
+    )  # fmt: skip
+    found = dict(re.findall(r"user\.py:(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.MULTILINE))
+    first = len(head) + len(USAGE) + 1
+    assert found == {str(first + k): code for k, code in enumerate(WRONG.values())}, done.stdout + done.stderr
