@@ -154,6 +154,21 @@ def test_the_scores_read_are_those_of_the_model():
     clip.detach()
 
 
+def test_whatever_is_asked_of_partitas_attention_comes_back():
+    class Layer(nn.Module):
+        def forward(self, x, **options):
+            return partita.attention(x, x, x, **options)
+
+    layer, x = Layer(), torch.randn(2, 3, 5, 4)
+    names = ("return_stats", "return_received")
+    for options in ({}, *({name: True} for name in names), dict.fromkeys(names, True)):
+        plain = layer(x, **options)
+        clip = QKClip(layer, None)
+        torch.testing.assert_close(layer(x, **options), plain)
+        assert clip.max_scores[0].shape == (3,)
+        clip.detach()
+
+
 def test_there_is_one_pass_and_its_gradients_are_the_models():
     model, batch = make("llama", torch.float64)
     model(**batch).logits.square().mean().backward()

@@ -150,11 +150,12 @@ class _Mode(TorchFunctionMode):
         return laid_out(out, query)
 
     def _partita(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out, stats = func(*args, **{**kwargs, "return_stats": True})
+        out, stats, *more = func(*args, **{**kwargs, "return_stats": True})
         query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
         if query.dim() >= 3:
             self._report(stats.max_score, query, key)
-        return (out, stats) if kwargs.get("return_stats") else out
+        given = (out, stats, *more) if kwargs.get("return_stats") else (out, *more)
+        return given if len(given) > 1 else out
 
     def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch's own module runs with the mode off; what it calls is caught on the way."""

@@ -199,6 +199,7 @@ def _forward(
         mask = torch.where(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf, mask)
     elif mask is not None:
         mask = mask[..., : key.shape[2]].bool()
+    policy = _policy(module, registered)
     received: list[Tensor]
     out, stats, *received = attention(
         query,
@@ -207,7 +208,7 @@ def _forward(
         mask,
         dropout,
         causal,
-        _sharpness(_policy(module, registered), scaling, query.shape[-1]),
+        _sharpness(policy, scaling, query.shape[-1]),
         key.shape[1] != query.shape[1],
         support=support,
         bias=bias,
@@ -218,4 +219,7 @@ def _forward(
     )
     if observe is not None:
         observe(*received)
+    steer = getattr(policy, "observe", None)  # of a scale that is steered by what it sees
+    if module.training and steer is not None:
+        steer(stats)
     return out.transpose(1, 2).contiguous(), stats
