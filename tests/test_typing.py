@@ -33,7 +33,7 @@ USAGE = {
     "partita.nn.MultiheadAttention(32, 4)": "partita.nn.MultiheadAttention",
 }
 WRONG = {
-    'partita.attention(x, x, x, scale="large")': "arg-type",
+    'partita.attention(x, x, x, scale="large")': "call-overload",
     "partita.linear_cross_entropy(x, x)": "call-overload",
     "partita.info_nce_loss(x, x, return_stats=True).backward()": "attr-defined",
 }
