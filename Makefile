@@ -116,10 +116,10 @@ dist: $(VENV)/site.stamp   ## source archive, wheel, and wheel without the nativ
 	rm -rf dist
 	$(BIN)/python -m build .
 	$(BIN)/python -m build --wheel -C wheel.cmake=false .
-	$(BIN)/python packaging/check_wheel.py dist/*.whl
+	$(BIN)/python release/check_wheel.py dist/*.whl
 
 release-check: dist test-site   ## all of RELEASING.md that can be done on this machine
-	for wheel in dist/*.whl; do packaging/clean_install.sh $$wheel || exit 1; done
+	for wheel in dist/*.whl; do release/clean_install.sh $$wheel || exit 1; done
 
 # A second copy of the package, its library built with the sanitizers, shadows the installed one.
 sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built with address and undefined-behaviour checks

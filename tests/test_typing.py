@@ -40,12 +40,12 @@ WRONG = {
 
 
 def test_the_stub_says_what_the_functions_say() -> None:
-    spec = importlib.util.spec_from_file_location("signatures", ROOT / "packaging" / "signatures.py")
+    spec = importlib.util.spec_from_file_location("signatures", ROOT / "release" / "signatures.py")
     assert spec
     assert spec.loader
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert tool.FILE.read_text(encoding="utf-8") == tool.text(), "run python packaging/signatures.py"
+    assert tool.FILE.read_text(encoding="utf-8") == tool.text(), "run python release/signatures.py"
 
 
 def test_documented_calls_have_their_types(tmp_path: Path) -> None:

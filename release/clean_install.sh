@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Install a wheel into an environment of its own, with no compiler on the PATH, and run the core of the suite there.
 #
-#   packaging/clean_install.sh dist/partita-0.1.0-py3-none-any.whl
-#   BASE=.venv/lib/python3.11/site-packages packaging/clean_install.sh WHEEL     torch and pytest from there, not anew
+#   release/clean_install.sh dist/partita-0.1.0-py3-none-any.whl
+#   BASE=.venv/lib/python3.11/site-packages release/clean_install.sh WHEEL     torch and pytest from there, not anew
 #
 # The sources are not within reach: the tests are copied away from them.
 set -euo pipefail
