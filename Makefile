@@ -23,7 +23,7 @@ CPP     := $(wildcard native/*.cpp native/*.h)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 FAST   := -m "not slow and not gpu"
 # Tests of what is computed, as opposed to how the package is made.
-CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
+CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging typing memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements docs site test-site dist release-check sanitize clean
