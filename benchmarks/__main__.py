@@ -15,7 +15,10 @@ import partita
 
 from .harness import Options, environment, head, show, write_json
 
-QUESTIONS = ("attention", "cross_entropy", "contrastive", "decode", "memory", "accuracy", "watch", "distributed")
+QUESTIONS = (
+    "attention", "cross_entropy", "contrastive", "margins", "decode", "memory", "accuracy", "watch", "distributed",
+    "compile",
+)  # fmt: skip
 
 
 def parse() -> tuple[tuple[str, ...], Options]:

@@ -21,8 +21,14 @@ from .harness import Options, Row, _Neighbours
 
 BAR = 1.05
 TOGETHER = 2
-# exact by default; partita's kernel in place of the model's own; one step of eight
-HOW: dict[str, dict[str, Any]] = {"": {}, ", kernel='partita'": {"kernel": "partita"}, ", every=8": {"every": 8}}
+# exact by default; partita's kernel in place of the model's own; one step of eight; the model compiled by inductor
+HOW: dict[str, dict[str, Any]] = {
+    "": {},
+    ", kernel='partita'": {"kernel": "partita"},
+    ", every=8": {"every": 8},
+    ", compiled": {},
+    ", compiled, kernel='partita'": {"kernel": "partita"},
+}
 
 
 def cases(options: Options) -> Iterator[list[Row]]:
@@ -30,7 +36,8 @@ def cases(options: Options) -> Iterator[list[Row]]:
     for name, make in (("TransformerEncoder", _encoder), ("BERT", _bert)):
         for how, given in HOW.items():
             case = f"watched step{how}, {name}, {layers} layers, {width} wide, 4x{length}"
-            if options.wants(case) and (made := make(layers, width, length)) is not None:
+            compiled = "compiled" in how
+            if options.wants(case) and (made := make(layers, width, length, compiled)) is not None:
                 yield [_case(case, *made, options, given)]
 
 
@@ -83,14 +90,19 @@ def _case(
     )
 
 
-def _encoder(layers: int, width: int, length: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+def _encoder(
+    layers: int, width: int, length: int, compiled: bool = False
+) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     layer = torch.nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, batch_first=True, norm_first=True)
     model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).train()
     x = torch.randn(4, length, width)
-    return model, lambda: model(x).square().mean()
+    call = torch.compile(model) if compiled else model
+    return model, lambda: call(x).square().mean()
 
 
-def _bert(layers: int, width: int, length: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]] | None:
+def _bert(
+    layers: int, width: int, length: int, compiled: bool = False
+) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]] | None:
     try:
         from transformers import BertConfig, BertModel
     except ImportError:
@@ -106,4 +118,5 @@ def _bert(layers: int, width: int, length: int) -> tuple[torch.nn.Module, Callab
     )
     model = BertModel(config).train()
     ids = torch.randint(30000, (4, length))
-    return model, lambda: model(input_ids=ids).last_hidden_state.square().mean()
+    call = torch.compile(model) if compiled else model
+    return model, lambda: call(input_ids=ids).last_hidden_state.square().mean()

@@ -34,6 +34,8 @@ GROUPS = {
     "INF": "Information",
     "SPE": "Spectra",
     "SPA": "Sparse and hard choices",
+    "COL": "The other margin, and the ends of a row",
+    "DIV": "Two distributions over the same keys",
     "RMK": "Remarks",
 }
 HEAD = """# Statements

@@ -65,11 +65,18 @@ inline void sum_lanes(const RowStates<A>& t, int64_t r, int64_t rows, bool momen
   if (!mean) V::store(to.scale, ratio);
 }
 
+// The ends of a row; the smallest score in base 2.
+template <class A>
+struct RowEnds {
+  A least;
+  int64_t argmax, argmin;
+};
+
 // One finished row, in natural units. The peak is given in double: backward must find the very number again that the
 // sums are relative to.
 template <class A>
 inline bool write_row(const PartitaProblem& p, const PartitaSums& to, const Row& row, const RowTotal<A>& of,
-                      const A* moment, int64_t count, int64_t rank, A target) {
+                      const A* moment, int64_t count, int64_t rank, A target, const RowEnds<A>& ends) {
   using V = Vec<A>;
   const A ln2 = static_cast<A>(LN2), mass = of.mass, first = of.first * ln2, spread = of.spread * (ln2 * ln2);
   const double natural = static_cast<double>(of.peak) * LN2;
@@ -80,6 +87,11 @@ inline bool write_row(const PartitaProblem& p, const PartitaSums& to, const Row&
   if (to.second) static_cast<A*>(to.second)[i] = spread;
   if (to.count) static_cast<A*>(to.count)[i] = static_cast<A>(count);
   if (to.rank) to.rank[i] = rank;
+  if (to.least) {
+    static_cast<A*>(to.least)[i] = static_cast<A>(static_cast<double>(ends.least) * LN2);
+    to.argmax[i] = ends.argmax;
+    to.argmin[i] = ends.argmin;
+  }
   if (to.target_score)
     static_cast<A*>(to.target_score)[i] = static_cast<A>(static_cast<double>(target) * LN2);  // rounds as the peak does
   if (to.stats) {

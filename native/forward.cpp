@@ -12,6 +12,8 @@ namespace PARTITA_ISA {
 
 namespace {
 
+constexpr int64_t PARTIAL = 6, COUNTS = 4;  // numbers of an unfinished row before its moment, and whole ones
+
 template <class A>
 struct ForwardCall {
   const PartitaProblem& p;
@@ -22,8 +24,8 @@ struct ForwardCall {
   bool moments, rank, pack_value, decode;
   A* packed = nullptr;  // of the wave: for each group its key panels, then its padded values
   int64_t packed_group = 0;
-  A* partial = nullptr;              // peak, mass, first, second, target score, moment of each unfinished row
-  int64_t* partial_count = nullptr;  // count and rank
+  A* partial = nullptr;              // peak, mass, first, second, target, least, moment of each unfinished row
+  int64_t* partial_count = nullptr;  // count, rank, argmax and argmin
   A* columns = nullptr;              // of each row block
 
   RowView keys(int64_t group) const { return rows_of(p.key, group); }
@@ -72,6 +74,8 @@ void start_rows(const ForwardCall<A>& call, const Task& task, RowStates<A>& t, i
     t.peak[r] = t.reference[r] = t.base[r] = neg_inf<A>();
     t.centre[r] = 0;
     t.count[r] = t.rank[r] = 0;
+    t.least[r] = -neg_inf<A>();
+    t.argmax[r] = t.argmin[r] = -1;
     t.target[r] = neg_inf<A>();
   }
   const size_t lanes = sizeof(A) * static_cast<size_t>(task.rows * W);
@@ -110,17 +114,21 @@ bool epilogue(const ForwardCall<A>& call, const Task& task, const RowStates<A>& 
     }
     if (task.partial < 0) {
       fine &= write_row<A>(p, call.to, row, sum.row(lane, t.peak[r]), t.moment + r * call.Vp, count, t.rank[r],
-                           t.target[r]);
+                           t.target[r], {t.least[r], t.argmax[r], t.argmin[r]});
     } else {
-      A* part = call.partial + (task.partial + r) * (5 + call.Vp);
+      A* part = call.partial + (task.partial + r) * (PARTIAL + call.Vp);
       part[0] = t.peak[r];
       part[1] = sum.mass[lane];
       part[2] = sum.first[lane];
       part[3] = sum.spread[lane];
       part[4] = t.target[r];
-      for (int64_t v = 0; v < call.Vp; ++v) part[5 + v] = sum.ratio[lane] * t.moment[r * call.Vp + v];
-      call.partial_count[(task.partial + r) * 2] = count;
-      call.partial_count[(task.partial + r) * 2 + 1] = t.rank[r];
+      part[5] = t.least[r];
+      for (int64_t v = 0; v < call.Vp; ++v) part[PARTIAL + v] = sum.ratio[lane] * t.moment[r * call.Vp + v];
+      int64_t* counts = call.partial_count + (task.partial + r) * COUNTS;
+      counts[0] = count;
+      counts[1] = t.rank[r];
+      counts[2] = t.argmax[r];
+      counts[3] = t.argmin[r];
     }
   }
   return fine;
@@ -202,6 +210,7 @@ void run_tile(const ForwardCall<A>& call, const Task& task, RowStates<A>& t, int
   }
   if (!call.sc.plain || !c.whole) bias_and_mask<A, LD>(call.sc, t.row + at, m, key, c, runs, t.score, t.temp, nullptr);
   if (call.to.col_peak) add_to_columns<A, LD>(t.score, m, c.begin, c.end, key, columns);
+  if (call.to.least) update_extremes<A>(t, at, m, c, key);
   alignas(64) A keep[L];
   online_softmax<A>(call.sc, t, at, m, c, call.moments, call.rank, keep);
   if (!block.value) return;
@@ -248,21 +257,25 @@ bool run_task(const ForwardCall<A>& call, const Task& task, RowStates<A>& t, con
 
 template <class A>
 bool run_merge(const ForwardCall<A>& call, const Merge& merge, A* moment) {
-  const int64_t ld = 5 + call.Vp;
+  const int64_t ld = PARTIAL + call.Vp;
   bool fine = true;
   for (int64_t r = 0; r < merge.rows; ++r) {
     A peak = neg_inf<A>(), mass = 0, first = 0, spread = 0;
     int64_t count = 0, rank = 0;
-    for (int64_t s = 0; s < merge.splits; ++s) {
-      const A top = call.partial[(merge.partial + s * merge.rows + r) * ld];
-      peak = top > peak ? top : peak;
+    RowEnds<A> ends{-neg_inf<A>(), -1, -1};
+    for (int64_t s = 0; s < merge.splits; ++s) {  // in the order of the keys
+      const int64_t from = merge.partial + s * merge.rows + r;
+      const A top = call.partial[from * ld], low = call.partial[from * ld + 5];
+      const int64_t* counts = call.partial_count + from * COUNTS;
+      if (top > peak) peak = top, ends.argmax = counts[2];
+      if (low < ends.least) ends.least = low, ends.argmin = counts[3];
     }
     for (int64_t v = 0; v < call.Vp; ++v) moment[v] = 0;
     for (int64_t s = 0; s < merge.splits; ++s) {
       const int64_t from = merge.partial + s * merge.rows + r;
       A* part = call.partial + from * ld;
-      count += call.partial_count[from * 2];
-      rank += call.partial_count[from * 2 + 1];
+      count += call.partial_count[from * COUNTS];
+      rank += call.partial_count[from * COUNTS + 1];
       if (part[0] == neg_inf<A>() && part[1] == 0) continue;
       const A d = part[0] - peak, ratio = exp2_one<A>(d);
       shift_about_centre<A>(d, ratio, part + 1, part + 2, part + 3, 1);
@@ -275,7 +288,7 @@ bool run_merge(const ForwardCall<A>& call, const Merge& merge, A* moment) {
       mass += part[1];
       first += part[2];
       if (call.to.moment)
-        for (int64_t v = 0; v < call.Vp; ++v) moment[v] += ratio * part[5 + v];
+        for (int64_t v = 0; v < call.Vp; ++v) moment[v] += ratio * part[PARTIAL + v];
     }
     const int64_t f = merge.first + r;
     const Row row = make_row(call.p, call.plan.entries[call.plan.begin[merge.group] + f / call.p.Q], f % call.p.Q);
@@ -289,7 +302,7 @@ bool run_merge(const ForwardCall<A>& call, const Merge& merge, A* moment) {
                             mass > 0 ? std::log(mass) : A(0),
                             first * ln2 / by,
                             spread * (ln2 * ln2) / by};
-    fine &= write_row<A>(call.p, call.to, row, total, moment, count, rank, target);
+    fine &= write_row<A>(call.p, call.to, row, total, moment, count, rank, target, ends);
   }
   return fine;
 }
@@ -343,8 +356,8 @@ int32_t forward_as(const PartitaProblem& p, const Plan& plan, const PartitaSums&
   }
   const auto lay_out = [&](Arena c) {
     call.packed = c.take<A>(plan.prepacked ? wave_groups * call.packed_group : 0);
-    call.partial = c.take<A>(plan.partial_rows * (5 + call.Vp));
-    call.partial_count = c.take<int64_t>(plan.partial_rows * 2);
+    call.partial = c.take<A>(plan.partial_rows * (PARTIAL + call.Vp));
+    call.partial_count = c.take<int64_t>(plan.partial_rows * COUNTS);
     call.columns = c.take<A>(to.col_peak ? plan.row_blocks * 2 * call.panels * P : 0);
     return c.used;
   };

@@ -43,6 +43,8 @@ struct PartitaSums {
   int32_t forward_only;  // no backward pass follows, which would have to find the same scores again, to the last bit
   const int64_t* moment_offset;
   int64_t moment_row;
+  void* least;               // the smallest score; with the next two, or none of them
+  int64_t *argmax, *argmin;  // the first key of the largest score and of the smallest, -1 where there is none
 };
 
 // Upstream gradients and results, all contiguous in the accumulation dtype; null where absent or not wanted.
@@ -57,6 +59,22 @@ struct PartitaGradients {
   PartitaOperand bias;              // one number per row and key, accumulated into zeros
   int64_t bias_is_shared;           // entries repeat in bias.offset
   const void *col_peak, *col_mass;  // (K), col_peak as the forward pass gave it; only where B is 1
+};
+
+// What each key receives: sum_i weight_i exp(s_ij - peak_i) over the rows of the entries that share a slot.
+struct PartitaColumns {
+  const double* peak;   // (B, Q), as the forward pass gave it
+  const void* weight;   // (B, Q), accumulation dtype
+  const int64_t* slot;  // (B), from 0, none left out
+  int64_t slots;
+  void* sums;  // (slots, K)
+};
+
+// The best scores of every row, in falling order; past the visible keys -inf and -1.
+struct PartitaTop {
+  int64_t k;       // at least 1, and small: a row is searched through
+  void* score;     // (B, Q, k), accumulation dtype
+  int64_t* index;  // (B, Q, k)
 };
 
 // Plain attention: what changes from call to call where shapes and strides have been seen before.
@@ -85,6 +103,22 @@ struct PartitaLogits {
   int32_t dtype, threads;
   const void *input, *weight;  // (rows, dim) contiguous, (classes, dim)
   void* logits;                // (rows, classes)
+};
+
+// Rows of explicit scores of two distributions (float32 or float64), `p_row` and `q_row` apart, with room for whole
+// vectors: their divergence, and the gradients of sum_i weight_i divergence_i in place of the scores.
+struct PartitaDivergenceRows {
+  int64_t rows, cols, p_row, q_row;
+  int64_t record_row;  // elements from one of the six numbers of a row to the next
+  int32_t dtype, threads;
+  int32_t kind;  // 0 forward, 1 reverse, 2 cross entropy, 3 js, 4 hellinger
+  int32_t p_gradient, q_gradient, unused;
+  double beta;
+  void *p, *q;
+  const void *p_bias, *q_bias;                         // (cols), added first, or null
+  const int32_t *p_start, *p_stop, *q_start, *q_stop;  // (rows): the columns a row sees, or null
+  const void* weight;                                  // (rows), or null for no gradients
+  void* record;                                        // (6, rows)
 };
 
 // Statistics of rows to be added to the sums of their head (float32 in, double out).

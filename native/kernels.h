@@ -16,19 +16,25 @@ struct Kernels {
   int32_t (*softmax_rows)(const PartitaSoftmaxRows&);
   int32_t (*logits)(const PartitaLogits&);
   void (*accumulate_statistics)(const PartitaStatistics&);
+  int32_t (*received)(const PartitaProblem&, const PartitaColumns&);
+  int32_t (*divergence_rows)(const PartitaDivergenceRows&);
+  int32_t (*top)(const PartitaProblem&, const PartitaTop&);
 };
 
-#define PARTITA_DECLARE(isa)                                                             \
-  namespace isa {                                                                        \
-  Tuning forward_tuning(const PartitaProblem&);                                          \
-  int32_t forward(const PartitaProblem&, const Plan&, const PartitaSums&);               \
-  Tuning backward_tuning(const PartitaProblem&);                                         \
-  int32_t backward(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&); \
-  int32_t softmax_rows(const PartitaSoftmaxRows&);                                       \
-  int32_t logits(const PartitaLogits&);                                                  \
-  void accumulate_statistics(const PartitaStatistics&);                                  \
-  constexpr Kernels kernels = {forward_tuning, forward, backward_tuning,      backward,  \
-                               softmax_rows,   logits,  accumulate_statistics};          \
+#define PARTITA_DECLARE(isa)                                                                                     \
+  namespace isa {                                                                                                \
+  Tuning forward_tuning(const PartitaProblem&);                                                                  \
+  int32_t forward(const PartitaProblem&, const Plan&, const PartitaSums&);                                       \
+  Tuning backward_tuning(const PartitaProblem&);                                                                 \
+  int32_t backward(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&);                         \
+  int32_t softmax_rows(const PartitaSoftmaxRows&);                                                               \
+  int32_t logits(const PartitaLogits&);                                                                          \
+  void accumulate_statistics(const PartitaStatistics&);                                                          \
+  int32_t received(const PartitaProblem&, const PartitaColumns&);                                                \
+  int32_t divergence_rows(const PartitaDivergenceRows&);                                                         \
+  int32_t top(const PartitaProblem&, const PartitaTop&);                                                         \
+  constexpr Kernels kernels = {forward_tuning,        forward,  backward_tuning, backward, softmax_rows, logits, \
+                               accumulate_statistics, received, divergence_rows, top};                           \
   }
 PARTITA_DECLARE(baseline)
 PARTITA_DECLARE(avx2)

@@ -24,6 +24,9 @@ struct Field {
 #define R(field) FIELD(PartitaSoftmaxRows, field)
 #define L(field) FIELD(PartitaLogits, field)
 #define T(field) FIELD(PartitaStatistics, field)
+#define C(field) FIELD(PartitaColumns, field)
+#define D(field) FIELD(PartitaDivergenceRows, field)
+#define K(field) FIELD(PartitaTop, field)
 
 // clang-format off
 constexpr Field FIELDS[] = {
@@ -33,7 +36,8 @@ constexpr Field FIELDS[] = {
     OPERAND(PartitaProblem, start), OPERAND(PartitaProblem, stop), OPERAND(PartitaProblem, query_segment),
     OPERAND(PartitaProblem, key_segment), OPERAND(PartitaProblem, mask), SIZE(PartitaProblem),
     S(peak), S(mass), S(first), S(second), S(moment), S(target_score), S(count), S(rank), S(col_peak), S(col_mass),
-    S(stats), S(mean), S(forward_only), S(moment_offset), S(moment_row), SIZE(PartitaSums),
+    S(stats), S(mean), S(forward_only), S(moment_offset), S(moment_row), S(least), S(argmax), S(argmin),
+    SIZE(PartitaSums),
     G(group), G(groups), G(peak), G(mass), G(first), G(second), G(moment), G(target), G(query), G(scale), G(key),
     G(value), G(bias_row), G(bias_col), OPERAND(PartitaGradients, bias), G(bias_is_shared), G(col_peak), G(col_mass),
     SIZE(PartitaGradients),
@@ -46,6 +50,11 @@ constexpr Field FIELDS[] = {
     T(variance), T(top), T(visible), T(sink), T(query), T(key), T(query_batch), T(query_head), T(query_row),
     T(key_batch), T(key_head), T(keep), T(sums), T(peak), T(length), T(histogram), T(band_sums),
     SIZE(PartitaStatistics),
+    C(peak), C(weight), C(slot), C(slots), C(sums), SIZE(PartitaColumns),
+    D(rows), D(cols), D(p_row), D(q_row), D(record_row), D(dtype), D(threads), D(kind), D(p_gradient), D(q_gradient),
+    D(unused), D(beta), D(p), D(q), D(p_bias), D(q_bias), D(p_start), D(p_stop), D(q_start), D(q_stop), D(weight),
+    D(record), SIZE(PartitaDivergenceRows),
+    K(k), K(score), K(index), SIZE(PartitaTop),
 };
 // clang-format on
 

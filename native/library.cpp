@@ -42,7 +42,7 @@ const Choice& choice() {
 using namespace partita;
 
 // Raised with every change of the structures, so that Python never talks to a library of another version.
-PARTITA_API int32_t partita_version() { return 6; }
+PARTITA_API int32_t partita_version() { return 7; }
 
 PARTITA_API const char* partita_isa() { return choice().name; }
 
@@ -102,6 +102,18 @@ PARTITA_API int32_t partita_backward(const PartitaProblem* p, const PartitaGradi
 PARTITA_API int32_t partita_softmax_rows(const PartitaSoftmaxRows* r) { return choice().kernels->softmax_rows(*r); }
 
 PARTITA_API int32_t partita_logits(const PartitaLogits* l) { return choice().kernels->logits(*l); }
+
+PARTITA_API int32_t partita_received(const PartitaProblem* p, const PartitaColumns* c) {
+  return choice().kernels->received(*p, *c);
+}
+
+PARTITA_API int32_t partita_top(const PartitaProblem* p, const PartitaTop* to) {
+  return choice().kernels->top(*p, *to);
+}
+
+PARTITA_API int32_t partita_divergence_rows(const PartitaDivergenceRows* d) {
+  return choice().kernels->divergence_rows(*d);
+}
 
 PARTITA_API int32_t partita_statistics(const PartitaStatistics* s) {
   choice().kernels->accumulate_statistics(*s);

@@ -17,7 +17,8 @@ struct RowStates {  // of the rows of one task; mass, first and second hold one 
   A* reference;  // what the sums are relative to: a peak while a centre is found, then the centre
   A* centre;     // what the second moment is about: the mean of the block that set it
   A* base;       // the peak when the centre was set; a peak well above it sets a new one
-  int64_t *count, *rank;
+  A* least;
+  int64_t *count, *rank, *argmax, *argmin;
   A *query, *score, *temp, *panel, *value;
 
   void lay_out(Arena& c, int64_t rows, int64_t D, int64_t Vp, bool pack_key, bool pack_value) {
@@ -35,6 +36,9 @@ struct RowStates {  // of the rows of one task; mass, first and second hold one 
     target = c.take<A>(rows);
     count = c.take<int64_t>(rows);
     rank = c.take<int64_t>(rows);
+    least = c.take<A>(rows);
+    argmax = c.take<int64_t>(rows);
+    argmin = c.take<int64_t>(rows);
     query = c.take<A>((rows / R + 2) * D * L);
     score = c.take<A>(R * Block<A>::LD);
     temp = c.take<A>(L * D + 2 * Block<A>::KEYS + W);
@@ -123,6 +127,40 @@ PARTITA_INLINE typename Vec<A>::T largest(const A* s, int begin, int end) {
     b = V::max(V::load(s + j + V::W), b);
   }
   return V::max(a, b);
+}
+
+// The smallest of a row's scores that are not -inf; +inf where there is none.
+template <class A>
+PARTITA_INLINE A smallest(const A* s, int begin, int end) {
+  using V = Vec<A>;
+  const typename V::T none = V::set(neg_inf<A>()), zero = V::set(0);
+  typename V::T a = none;
+  for (int j = begin; j < end; j += V::W) {
+    const typename V::T x = V::load(s + j);
+    a = V::max(V::where_less(none, x, V::sub(zero, x), none), a);
+  }
+  return -V::reduce_max(a);
+}
+
+// The ends of the m rows of a tile whose first key is `key`: a block moves an end only if it goes beyond it, so that of
+// several keys that tie the first stays.
+template <class A>
+inline void update_extremes(RowStates<A>& t, int64_t at, int m, const VisibleColumns& c, int64_t key) {
+  constexpr int LD = Block<A>::LD;
+  for (int r = 0; r < m; ++r) {
+    const A* s = t.score + r * LD;
+    const auto first = [&](A x) {
+      int j = c.begin;
+      while (j < c.end && s[j] != x) ++j;
+      return j < c.end ? key + j : int64_t(-1);
+    };
+    const A top = Vec<A>::reduce_max(largest(s, c.begin, c.end)), low = smallest(s, c.begin, c.end);
+    if (top > t.peak[at + r]) t.argmax[at + r] = first(top);
+    if (low < t.least[at + r]) {
+      t.least[at + r] = low;
+      t.argmin[at + r] = first(low);
+    }
+  }
 }
 
 // Sums relative to an old reference become sums relative to a new one: d = old - new, ratio = 2^d. The second moment is

@@ -16,6 +16,7 @@ from tests.conformance.serving import names
 
 # Compiling, and torch's first call of anything, take their time: a deadline would measure the machine.
 _COMMON = {"deadline": None, "derandomize": True, "print_blob": True}
+hypothesis.settings.register_profile("few", max_examples=5, **_COMMON)  # where a backend runs in an interpreter
 hypothesis.settings.register_profile("fast", max_examples=25, **_COMMON)
 hypothesis.settings.register_profile("thorough", max_examples=400, **_COMMON)
 PROFILE = os.environ.get("PARTITA_HYPOTHESIS", "fast")
@@ -27,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "error",
         # torch.compile makes an instance of every autograd.Function it traces, and then warns that one should not.
         "ignore:.*should not be instantiated:DeprecationWarning",
+        # Triton's interpreter computes with numpy, which warns where a kernel makes or meets a nan; a device is silent.
+        *(f"ignore:{what} encountered:RuntimeWarning" for what in ("All-NaN slice", "invalid value", "overflow")),
     ):
         config.addinivalue_line("filterwarnings", line)
     # A shell that starts us in the background has interruptions ignored, and processes we start would inherit that.
@@ -40,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_gpu = pytest.mark.skip(reason="torch sees no GPU here")
     slow = pytest.mark.skip(reason="slow: run with -m slow, or make test-slow")
     for item in items:
-        if PROFILE != "fast" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        if PROFILE == "thorough" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.slow)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)

@@ -66,8 +66,21 @@ class Given:
     def logits(self) -> tuple[Tensor, Tensor]:
         return self.real("rows", "classes"), self.index("classes", "rows")
 
-    def seed(self) -> torch.Generator:
+    def seed(self) -> torch.Generator | None:
         return torch.Generator("cpu").manual_seed(3)
+
+    def fix_chance(self) -> None:
+        torch.manual_seed(11)
+
+    def module(self, kind: Callable[..., torch.nn.Module], *args: Any, **options: Any) -> Any:
+        """A module of ordinary parameters; made once, at the first call, which a test makes under ordinary defaults."""
+        return _made(kind, *args, **options)
+
+
+@functools.cache
+def _made(kind: Callable[..., torch.nn.Module], *args: Any, **options: Any) -> Any:
+    torch.manual_seed(5)
+    return kind(*args, **options)
 
 
 Call = Callable[[Given], Any]
@@ -121,6 +134,10 @@ SUPPORTS: dict[str, Callable[[Given], support.Support]] = {
     "segments": lambda g: support.segments(g.index(2, "batch", "n_query"), g.index(2, "batch", "n_key")),
     "not_self": lambda g: support.not_self(),
     "mask": lambda g: support.mask(g.index(2, "n_query", "n_key").bool()),
+    "strided": lambda g: support.strided(2, 1),
+    "dilated": lambda g: support.dilated(2, 1, None),
+    "blocks": lambda g: support.blocks(2, g.index(2, -(-g.sizes["n_query"] // 2), -(-g.sizes["n_key"] // 2)).bool()),
+    "global_tokens": lambda g: support.global_tokens([0, 3]) | support.window(1, 1),
     "either": lambda g: support.causal() | support.lengths(3 if g.sizes["n_key"] >= 3 else 0),
 }
 for name, made in SUPPORTS.items():
@@ -139,7 +156,7 @@ POLICIES: dict[str, Callable[[Given], scale.Policy]] = {
     "MaxLength": lambda g: scale.MaxLength(100),
     "CalibratedLog": lambda g: scale.CalibratedLog(64, 2.0),
     "GaussianEntropy": lambda g: scale.GaussianEntropy(0.5, 2.0),
-    "ScalableSoftmax": lambda g: module(scale.ScalableSoftmax, SIZES["heads"]),
+    "ScalableSoftmax": lambda g: g.module(scale.ScalableSoftmax, SIZES["heads"]),
     "TargetEntropy": lambda g: scale.TargetEntropy(fraction=0.5),
 }
 for name, made in POLICIES.items():
@@ -168,7 +185,7 @@ call("attention, RelativeBias", lambda g: partita.attention(*g.qkv(), bias=attn.
 
 def seeded(function: Call) -> Call:
     def run(g: Given) -> Any:
-        torch.manual_seed(11)
+        g.fix_chance()
         return function(g)
 
     return run
@@ -326,16 +343,9 @@ call("brier_score", lambda g: metrics.brier_score(g.gibbs(), g.index("n_key", "b
 # ---- modules: parameters follow torch's defaults when they are made, so these are made beforehand --------------------
 
 
-@functools.cache
-def module(kind: Callable[..., torch.nn.Module], *args: Any, **options: Any) -> Any:
-    """A module of ordinary parameters; made once, at the first call, which a test makes under ordinary defaults."""
-    torch.manual_seed(5)
-    return kind(*args, **options)
-
-
 def layer(g: Given, **options: Any) -> Any:
     x = g.real("batch", "n_key", 8)
-    made = module(nn.MultiheadAttention, 8, 2, batch_first=True, **options)
+    made = g.module(nn.MultiheadAttention, 8, 2, batch_first=True, **options)
     return made(x, x, x, is_causal=True)
 
 
@@ -343,39 +353,40 @@ call("nn.MultiheadAttention", layer)
 call("nn.MultiheadAttention, options", lambda g: layer(g, rotary=True, qk_norm=True, sink=True, kv_heads=1))
 call(
     "nn.EntropyInvariantAttention",
-    lambda g: module(nn.EntropyInvariantAttention, 8, 2).calibrated(64, 2.0)(g.real("batch", "n_key", 8)),
+    lambda g: g.module(nn.EntropyInvariantAttention, 8, 2).calibrated(64, 2.0)(g.real("batch", "n_key", 8)),
 )
 call(
     "nn.TransformerEncoderLayer",
-    lambda g: module(nn.TransformerEncoderLayer, 8, 2, 16, 0.0, batch_first=True)(g.real("batch", "n_key", 8)),
+    lambda g: g.module(nn.TransformerEncoderLayer, 8, 2, 16, 0.0, batch_first=True)(g.real("batch", "n_key", 8)),
 )
 call(
     "nn.LinearCrossEntropyLoss",
-    lambda g: module(nn.LinearCrossEntropyLoss, 4, 7)(g.real("rows", 4), g.index(7, "rows")),
+    lambda g: g.module(nn.LinearCrossEntropyLoss, 4, 7)(g.real("rows", 4), g.index(7, "rows")),
 )
-call("nn.CrossEntropyLoss", lambda g: module(nn.CrossEntropyLoss, label_smoothing=0.1)(*g.logits()))
-call("nn.FocalLoss", lambda g: module(nn.FocalLoss)(*g.logits()))
-call("nn.MSELoss", lambda g: module(nn.MSELoss)(*g.logits()))
-call("nn.MAELoss", lambda g: module(nn.MAELoss)(*g.logits()))
+call("nn.CrossEntropyLoss", lambda g: g.module(nn.CrossEntropyLoss, label_smoothing=0.1)(*g.logits()))
+call("nn.FocalLoss", lambda g: g.module(nn.FocalLoss)(*g.logits()))
+call("nn.MSELoss", lambda g: g.module(nn.MSELoss)(*g.logits()))
+call("nn.MAELoss", lambda g: g.module(nn.MAELoss)(*g.logits()))
 call(
     "nn.NCELoss",
-    lambda g: module(nn.NCELoss)(g.real("rows"), g.real("rows", "few"), g.plain("rows"), g.plain("rows", "few")),
+    lambda g: g.module(nn.NCELoss)(g.real("rows"), g.real("rows", "few"), g.plain("rows"), g.plain("rows", "few")),
 )
-call("nn.DistillationLoss", lambda g: module(nn.DistillationLoss, 2.0)(g.logits()[0], g.logits()[0]))
-call("nn.NTXentLoss", lambda g: module(nn.NTXentLoss)(*g.pairs()))
-call("nn.SupConLoss", lambda g: module(nn.SupConLoss)(g.pairs()[0], g.index(3, "rows")))
-call("nn.ScalableSoftmax", lambda g: module(nn.ScalableSoftmax, SIZES["heads"])(g.index(9, "heads", "n_query"), 8))
+call("nn.DistillationLoss", lambda g: g.module(nn.DistillationLoss, 2.0)(g.logits()[0], g.logits()[0]))
+call("nn.NTXentLoss", lambda g: g.module(nn.NTXentLoss)(*g.pairs()))
+call("nn.SupConLoss", lambda g: g.module(nn.SupConLoss)(g.pairs()[0], g.index(3, "rows")))
+call("nn.ScalableSoftmax", lambda g: g.module(nn.ScalableSoftmax, SIZES["heads"])(g.index(9, "heads", "n_query"), 8))
 call(
     "nn.TransformerDecoderLayer",
-    lambda g: module(nn.TransformerDecoderLayer, 8, 2, 16, 0.0, batch_first=True)(
+    lambda g: g.module(nn.TransformerDecoderLayer, 8, 2, 16, 0.0, batch_first=True)(
         g.real("batch", "n_query", 8), g.real("batch", "n_key", 8)
     ),
 )
-call("nn.InfoNCELoss", lambda g: module(nn.InfoNCELoss, learnable=True)(*g.pairs()))
-call("nn.ClipLoss", lambda g: module(nn.ClipLoss)(*g.pairs()))
-call("nn.SigLipLoss", lambda g: module(nn.SigLipLoss)(*g.pairs()))
+call("nn.InfoNCELoss", lambda g: g.module(nn.InfoNCELoss, learnable=True)(*g.pairs()))
+call("nn.ClipLoss", lambda g: g.module(nn.ClipLoss)(*g.pairs()))
+call("nn.SigLipLoss", lambda g: g.module(nn.SigLipLoss)(*g.pairs()))
 call(
-    "nn.TemperatureController", lambda g: module(nn.TemperatureController, 4, entropy=0.5)(g.index(9, 4, "n_query"), 8)
+    "nn.TemperatureController",
+    lambda g: g.module(nn.TemperatureController, 4, entropy=0.5)(g.index(9, 4, "n_query"), 8),
 )
 
 

@@ -45,11 +45,12 @@ def assert_same_bits(found, ordinary, default):
         torch.testing.assert_close(ours, want, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{default}: {m}")
 
 
-# Kinds of things, contexts, programs; and what makes a tensor out of nothing, which follows the defaults as torch does.
+# Kinds of things, contexts, programs, what writes into the parameters of a module; and what makes a tensor out of
+# nothing, which follows the defaults as torch does.
 NO_CALLS = {
     "Bias", "ContrastStats", "Exclusion", "LabelStats", "LossStats", "OtherLabel", "PairHook", "Policy", "State",
-    "Stats", "Support", "TopK", "alibi_slopes", "backend", "backends", "explain", "load_record", "qk_clip_",
-    "replace_sdpa", "sinusoidal", "watch",
+    "Stats", "Support", "TopK", "alibi_slopes", "backend", "backends", "explain",
+    "init_sharpness_", "load_record", "qk_clip_", "replace_sdpa", "sinusoidal", "watch",
 }  # fmt: skip
 
 

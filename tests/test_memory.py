@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance import serving
+
 MB = 1 << 20
 
 # The high-water mark of resident memory, less what was resident just before the call, after a small warm-up that loads
@@ -41,6 +43,10 @@ with partita.backend("{backend}"):
 def peak_bytes(n: int, d: int, backend: str = "tiled", support: str = "") -> int:
     code = SCRIPT.replace("{n}", str(n)).replace("{d}", str(d)).replace("{backend}", backend)
     code = code.replace("{support}", f", support={support}" if support else "")
+    return run_for_bytes(code)
+
+
+def run_for_bytes(code: str) -> int:
     # Two threads have two workspaces. They sleep where they wait: on a busy machine one that spins keeps the other out.
     threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **threads}
@@ -83,3 +89,59 @@ def test_the_dense_backend_is_seen_to_hold_the_matrix():
 def test_supports_build_no_matrix_either(support):
     extra = peak_bytes(16384, 64, support=support)
     assert extra < 96 * MB, f"{extra / MB:.1f} MB"
+
+
+MARGINS = """
+import gc, re, torch, partita
+torch.set_num_threads(2)
+
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) * 1024
+
+def run(n, d, K):
+    query, key, other, others = (torch.randn(m, d, requires_grad=True) for m in (n, K, n, K))
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    {body}
+    return status("VmHWM") - before
+
+with partita.backend("{backend}"):
+    run(64, 64, 512)
+    print(run(*{size}))
+"""
+RECEIVED = """
+    p = partita.Gibbs(query, key, scale=0.1, support=partita.support.causal())
+    p.received().square().sum().backward()
+    p.argmax()
+    assert query.grad is not None and key.grad is not None
+"""
+DIVERGENCE = """
+    p, q = partita.Gibbs(query, key, scale=0.1), partita.Gibbs(other, others, scale=0.1)
+    partita.divergence(p, q, "js").sum().backward()
+    assert query.grad is not None and others.grad is not None
+"""
+DISTILLED = """
+    partita.linear_distillation_loss(query, key, other, others, kind="reverse").backward()
+    assert query.grad is not None and others.grad is None
+"""
+
+
+@linux
+@pytest.mark.parametrize("backend", ["tiled", "native"])
+@pytest.mark.parametrize(
+    ("body", "size", "limit"),
+    [
+        # the matrix would take 1 GB; operands' gradients take 8 MB
+        pytest.param(RECEIVED, (16384, 64, 16384), 64, id="received"),
+        # both matrices would take 512 MB; the gradients take 8.5 MB, a chunk of both score matrices 40
+        pytest.param(DIVERGENCE, (2048, 64, 32768), 80, id="divergence"),
+        pytest.param(DISTILLED, (2048, 64, 32768), 80, id="distillation"),
+    ],
+)
+def test_margins_hold_nothing_of_the_size_of_the_matrix(body, size, limit, backend):
+    if backend == "native" and "native" not in serving.names():
+        pytest.skip("the native library is not there")
+    code = MARGINS.replace("{body}", body.strip()).replace("{size}", str(size)).replace("{backend}", backend)
+    extra = run_for_bytes(code)
+    assert extra < limit * MB, f"{extra / MB:.1f} MB"

@@ -8,12 +8,14 @@ Names are loaded when first used, so that importing partita costs nothing and th
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from partita import adapters as adapters
     from partita import attn as attn
     from partita import contrastive as contrastive
+    from partita import control as control
     from partita import distributed as distributed
     from partita import engine as engine
     from partita import errors as errors
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
     from partita._signatures import nt_xent_loss as nt_xent_loss
     from partita._signatures import supcon_loss as supcon_loss
     from partita.attn import attention as attention
+    from partita.attn import attention_divergence as attention_divergence
     from partita.calibration import fit_temperature as fit_temperature
+    from partita.comparison import divergence as divergence
     from partita.contrastive import ContrastStats as ContrastStats
     from partita.contrastive import joint_loss as joint_loss
     from partita.contrastive import siglip_loss as siglip_loss
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from partita.gibbs import Gibbs as Gibbs
     from partita.gibbs import explain as explain
     from partita.interception import replace_sdpa as replace_sdpa
+    from partita.losses import ClassStats as ClassStats
     from partita.losses import LossStats as LossStats
     from partita.losses import distillation_loss as distillation_loss
     from partita.losses import focal_loss as focal_loss
@@ -59,17 +64,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "ClassStats": "losses",
     "ContrastStats": "contrastive",
     "Gibbs": "gibbs",
     "LossStats": "losses",
     "State": "engine",
     "Stats": "engine",
     "attention": "attn",
+    "attention_divergence": "attn",
     "backend": "engine",
     "backends": "engine.backends",
     "clip_loss": "contrastive",
     "cross_entropy": "losses",
     "distillation_loss": "losses",
+    "divergence": "comparison",
     "explain": "gibbs",
     "fit_temperature": "calibration",
     "focal_loss": "losses",
@@ -94,6 +102,7 @@ _MODULES = (
     "adapters",
     "attn",
     "contrastive",
+    "control",
     "distributed",
     "engine",
     "errors",
@@ -122,3 +131,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+# The operators that compiled and exported graphs hold: registered with the package, where torch is there to hear it. A
+# command line that needs no torch does not wait for it.
+if "torch" in sys.modules:
+    importlib.import_module(f"{__name__}.calibration")

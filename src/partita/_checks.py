@@ -5,7 +5,6 @@ Checks that need to look at *values* are made only where values exist: not while
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -28,9 +27,11 @@ __all__ = [
     "check_positions",
     "check_positive",
     "check_reduction",
+    "check_rows",
     "check_target",
     "check_value",
     "check_whole",
+    "finite",
     "has_values",
     "shape_text",
 ]
@@ -48,6 +49,14 @@ def has_values(tensor: Tensor) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def finite(number: float) -> bool:
+    """Whether a number is neither nan nor infinite; by comparing, since a symbolic one has no math.isfinite.
+
+    The largest double is written out: a name would become one more symbol of a graph.
+    """
+    return -1.7976931348623157e308 <= number <= 1.7976931348623157e308
 
 
 def check_float(name: str, tensor: Tensor) -> None:
@@ -168,6 +177,18 @@ def broadcast_batch(named: Sequence[tuple[str, Sequence[int]]]) -> tuple[int, ..
     return out
 
 
+def check_rows(name: str, given: Tensor, rows: Tensor) -> None:
+    """A number per row, or one for several."""
+    check_float(name, given)
+    check_device(("query", name), (rows, given))
+    shape = rows.shape[rows.dim() - given.dim() :]
+    if given.dim() > rows.dim() or any(a not in (1, b) for a, b in zip(given.shape, shape, strict=True)):
+        raise ShapeError(
+            f"{name} must broadcast to the rows {shape_text(rows)}; got {shape_text(given)}. "
+            f"One number per head is {name}[:, None]."
+        )
+
+
 def check_bias(bias: Tensor, n_query: int, n_key: int) -> None:
     check_float("bias", bias)
     ok = bias.dim() < 1 or bias.shape[-1] in (1, n_key)
@@ -216,7 +237,7 @@ def check_positions(n_query: int, n_key: int) -> None:
 
 
 def check_positive(name: str, number: float, *, zero: bool = False) -> None:
-    fine = isinstance(number, (int, float)) and math.isfinite(number) and (number >= 0 if zero else number > 0)
+    fine = isinstance(number, (int, float)) and finite(number) and (number >= 0 if zero else number > 0)
     if not fine:
         kind = "not negative" if zero else "positive"
         raise ValueRangeError(f"{name} must be a finite number, {kind}; got {number!r}.")

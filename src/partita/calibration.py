@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from partita import _checks
 from partita.errors import ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
+from partita.precision import accumulation_dtype
 
 __all__ = ["fit_temperature"]
 
@@ -28,7 +29,6 @@ _STRIDE = math.log(10.0)
 _NATS = 3.0
 
 
-@torch.no_grad()
 def fit_temperature(
     query: Tensor,  # (..., n, dim) hidden states
     key: Tensor,  # (n_class, dim) class vectors
@@ -55,6 +55,17 @@ def fit_temperature(
             f"query must be (..., n, dim) and target (..., n); got {_checks.shape_text(query)} and "
             f"{_checks.shape_text(target)}."
         )
+    if bias is not None and bias.shape[-1:] != key.shape[:1]:
+        raise ShapeError(f"bias must have one number per class, ({key.shape[0]},); got {_checks.shape_text(bias)}.")
+    given = (query.detach(), key.detach(), target, None if bias is None else bias.detach(), ignore_index)
+    if torch.compiler.is_compiling():
+        fitted: Tensor = torch.ops.partita.fit_temperature(*given)
+        return fitted
+    return _fit(*given)
+
+
+@torch.no_grad()
+def _fit(query: Tensor, key: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int) -> Tensor:
     index = target.long().reshape(-1)  # first: -100 is 156 among uint8
     kept = (index != ignore_index).nonzero()[:, 0]
     if not len(kept):
@@ -63,8 +74,6 @@ def fit_temperature(
     if len(kept) < len(rows):
         rows, index = rows[kept], index[kept]
     _checks.check_classes(index, key.shape[0], ignore_index)
-    if bias is not None and bias.shape[-1:] != key.shape[:1]:
-        raise ShapeError(f"bias must have one number per class, ({key.shape[0]},); got {_checks.shape_text(bias)}.")
     shift = None if bias is None else bias.reshape(1, -1)
 
     eps = torch.finfo(torch.float64 if query.dtype == torch.float64 else torch.float32).eps
@@ -114,3 +123,16 @@ def _step(slope: float, curvature: float) -> float:
     if slope > 0:
         return -slope / (curvature + slope)
     return math.log1p(-slope / curvature) if curvature > 0 else _STRIDE
+
+
+# ---- as an operator: a search until nothing moves has no place in a graph --------------------------------------------
+
+library.define(
+    "partita::fit_temperature", "(Tensor query, Tensor key, Tensor target, Tensor? bias, int ignore_index) -> Tensor"
+)
+library.impl("partita::fit_temperature", "CompositeExplicitAutograd", _fit)
+
+
+@library.register_fake("partita::fit_temperature")  # type: ignore[untyped-decorator]
+def _(query: Tensor, key: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int) -> Tensor:
+    return query.new_empty((), dtype=accumulation_dtype(query.dtype))

@@ -9,12 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partita._checks import broadcast, check_whole
+from partita._checks import broadcast, check_rows, check_whole
 from partita.engine import State, Stats
 from partita.engine import explain as explain_request
+from partita.engine.axes import split_heads
 from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import attention as plain_attention
-from partita.engine.execute import both_ways, execute, score_tiles, scores, weighted_nll
+from partita.engine.execute import both_ways, execute, sample, scores, top, weighted_nll
+from partita.engine.execute import received as column_sums
 from partita.engine.request import Request, build, extend
 from partita.engine.sums import Sums
 from partita.engine.terms import Term
@@ -154,23 +156,28 @@ class Gibbs:
         rank: bool = False,
         statistics: bool = True,
         mean: bool = False,
+        extremes: bool = False,
     ) -> Sums:
         """The pass: sums of every row, and what a value or a target adds; remembered for later reads of the rows.
 
         rank: how many keys score above the target.
         statistics: the moments of the score; without them the state knows log Z alone.
         mean: E[value] in place of the moment it comes from.
+        extremes: the smallest score, and the keys of the largest and of the smallest.
         """
         ready = self.request()
-        request = extend(ready, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
+        asked = {"rank": rank, "statistics": statistics, "mean": mean, "extremes": extremes}
+        request = extend(ready, value=value, target=target, **asked)
         if request is None:  # the value or the target brings batch dimensions of its own
             rows = [t.shape[:-tail] for t, tail in ((value, 2), (target, 1)) if t is not None]
             wider = self._build(self._passes.scale, broadcast(*rows))
-            request = extend(wider, value=value, target=target, rank=rank, statistics=statistics, mean=mean)
+            request = extend(wider, value=value, target=target, **asked)
             assert request is not None
         sums = execute(request)
         if not torch.compiler.is_compiling():
             self._forget_after_backward(sums)
+            if extremes and request.batch == ready.batch:
+                self._passes["extremes"] = (self._stamp(), sums)
             if statistics and request.batch == ready.batch:
                 self._passes["rows"] = (self._stamp(), sums)
                 if target is not None:
@@ -184,11 +191,14 @@ class Gibbs:
             passes = weakref.ref(self._passes)  # or the graph and this object would keep each other alive
             sums.node.register_prehook(lambda _: _forget(passes))
 
-    def _rows(self) -> State:
+    def _pass(self) -> Sums:
         known = self._passes.get("rows")
         if known is not None and known[0] == self._stamp():
-            return known[1].state
-        return self.reduce().state
+            return known[1]
+        return self.reduce()
+
+    def _rows(self) -> State:
+        return self._pass().state
 
     # ---- row statistics --------------------------------------------------------------------------------------------
 
@@ -211,6 +221,42 @@ class Gibbs:
     def max_score(self) -> Tensor:
         """max_j score_j; has no gradient (`top(1)` has)."""
         return self._rows().max_score()
+
+    def min_score(self) -> Tensor:
+        """min_j score_j over the visible keys, +inf on an empty support; has no gradient."""
+        least = self._extremes().least
+        assert least is not None
+        return least
+
+    def argmax(self) -> Tensor:  # (..., n_query) int64
+        """The key of the largest score, the first of those that tie; -1 on an empty support.
+
+        >>> Gibbs(torch.ones(1, 1), torch.tensor([[2.0], [3.0], [3.0], [1.0]])).argmax()
+        tensor([1])
+        """
+        return self._place(0)
+
+    def argmin(self) -> Tensor:  # (..., n_query) int64
+        """The key of the smallest score, the first of those that tie; -1 on an empty support."""
+        return self._place(1)
+
+    def _place(self, which: int) -> Tensor:
+        places = self._extremes().places
+        assert places is not None
+        return places[which]
+
+    def _extremes(self) -> Sums:
+        """The pass that knows both ends; where the rows are known already it leaves everything else out."""
+        for name in ("extremes", "rows"):
+            known = self._passes.get(name)
+            if known is not None and known[0] == self._stamp():
+                if known[1].places is not None:
+                    return known[1]
+                with torch.no_grad():
+                    found = self.reduce(statistics=False, extremes=True)
+                self._passes["extremes"] = (self._stamp(), found)
+                return found
+        return self.reduce(extremes=True)
 
     def visible(self) -> Tensor:
         """Number of keys each query may see."""
@@ -278,6 +324,30 @@ class Gibbs:
             raise ValueRangeError("both ways need one scale for all rows, no support and no softcap.")
         return both_ways(request)
 
+    def received(self, weight: Tensor | None = None) -> Tensor:  # (..., n_key)
+        """What each key receives from all rows: the other margin, in two passes at most.
+
+            received_j = sum_i weight_i p(j|i)
+
+        Equal to ``(weight[..., None] * p.probs()).sum(-2)``. Grouped queries give a number per key head. A row that
+        sees nothing gives nothing. Has gradients to query, key, scale, bias and weight (M-COL-1, M-COL-2).
+
+        >>> Gibbs(torch.zeros(3, 2), torch.zeros(4, 2), support=partita.support.causal()).received()  # 1 + 1/2 + 1/3
+        tensor([1.8333, 0.8333, 0.3333, 0.0000])
+
+        weight: broadcasts to the rows (..., n_query); 1 unless given.
+        """
+        request, rows = self.request(), self._pass()
+        peak, mass = rows.peak, rows.mass.detach()
+        if weight is None:
+            weight = torch.ones_like(mass)
+        else:
+            check_rows("weight", weight, mass)
+            weight = weight.to(mass.dtype).expand(mass.shape)
+        if request.groups > 1:
+            peak, mass, weight = (split_heads(x, 1, request.groups) for x in (peak, mass, weight))
+        return column_sums(request, peak, mass, weight)
+
     def log_prob(self, target: Tensor) -> Tensor:
         """log p(target|i)."""
         return -self.nll(target)
@@ -295,49 +365,31 @@ class Gibbs:
             return known[1]
         return self.reduce(target=target, rank=True)
 
-    @torch.no_grad()
     def sample(self, generator: torch.Generator | None = None) -> Tensor:  # (..., n_query) int64
         """One key per query, drawn from p by the Gumbel-max rule while streaming; -1 on an empty support."""
         request = self.request()
-        parts = []
-        for rows, tiles in score_tiles(request):
-            shape = (*request.batch, rows.stop - rows.start)
-            best = request.scale.new_full(shape, -torch.inf)
-            index = torch.full(shape, -1, dtype=torch.int64, device=self.query.device)
-            for cols, s in tiles:
-                noise = torch.empty_like(s).exponential_(generator=generator).log_()
-                top, at = (s - noise).max(-1)
-                better = top > best
-                best = torch.where(better, top, best)
-                index = torch.where(better, at + cols.start, index)
-            parts.append(index)
-        return request.ungroup(_rows_cat(parts, request, torch.int64))
+        return request.ungroup(sample(request, generator))
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:  # (..., n_query, k) each
         """The k best scores and their keys, best first; past the visible keys -inf and -1. Scores have a gradient."""
         check_whole("k", k, least=0)
         request = self.request()
-        with torch.no_grad():
-            found = [self._top_rows(request, rows, tiles, k) for rows, tiles in score_tiles(request)]
-            score = _rows_cat([s for s, _ in found], request, request.dtype, k)
-            index = _rows_cat([i for _, i in found], request, torch.int64, k)
+        score, index = top(request, k)
         given = (self.query, self.key, self.bias, self.scale)
         if torch.is_grad_enabled() and [1 for t in given if isinstance(t, Tensor) and t.requires_grad]:
             again = _score_at(request, index.clamp(min=0))
             score = torch.where(index >= 0, again, score)
         return request.ungroup(score, 1), request.ungroup(index, 1)
 
-    @staticmethod
-    def _top_rows(request: Request, rows: slice, tiles: object, k: int) -> tuple[Tensor, Tensor]:
-        shape = (*request.batch, rows.stop - rows.start, k)
-        score = request.scale.new_full(shape, -torch.inf)
-        index = torch.full(shape, -1, dtype=torch.int64, device=request.query.device)
-        for cols, s in tiles:  # type: ignore[attr-defined]
-            own, at = s.topk(min(k, s.shape[-1]), -1)
-            at = torch.where(own.isneginf(), -1, at + cols.start)
-            score, order = torch.cat([score, own], -1).topk(k, -1)
-            index = torch.cat([index, at], -1).gather(-1, order)
-        return score, index
+    def top_log_prob(self, k: int) -> tuple[Tensor, Tensor]:  # (..., n_query, k) each
+        """log p of the k likeliest keys, and those keys; past the visible keys -inf and -1.
+
+        >>> Gibbs(torch.ones(1, 1), torch.tensor([[3.0], [1.0]]).log()).top_log_prob(1)[0].exp()  # 3 / (3 + 1)
+        tensor([[0.7500]])
+        """
+        score, index = self.top(k)
+        level = torch.where(self._rows().empty(), 0.0, self.log_partition())
+        return score - level[..., None], index
 
     def probs(self) -> Tensor:  # (..., n_query, n_key)
         """The whole matrix p(j|i): dense, n_query * n_key numbers. For small problems and for looking at."""
@@ -363,12 +415,6 @@ def _forget(passes: weakref.ref[_Passes]) -> None:
     if known is not None:
         known.clear()
         known.request = known.target = None
-
-
-def _rows_cat(parts: list[Tensor], request: Request, dtype: torch.dtype, *tail: int) -> Tensor:
-    if not parts:
-        return torch.zeros((*request.batch, 0, *tail), dtype=dtype, device=request.query.device)
-    return torch.cat(parts, -1 - len(tail))
 
 
 def _score_at(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from partita.attn import attention
 from partita.scale import Policy
 
-__all__ = ["Patch", "Wrapper", "replace_sdpa"]
+__all__ = ["SDPA", "SOFTMAX", "Patch", "Wrapper", "replace_sdpa"]
 
 
 class Wrapper:
@@ -39,15 +39,21 @@ class _Installed:
     def __init__(self, found: Callable[..., Any]) -> None:
         self.found = found
         self.wrappers: tuple[Wrapper, ...] = ()  # oldest first; replaced as a whole, so that a call sees one state
+        self.traced: tuple[Callable[..., Any], ...] = ()  # those for graphs: all that a graph depends on
 
         @functools.wraps(found)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # no threads in a graph
-                traced = [w.function for w in self.wrappers if w.traced]
-                return traced[-1](found, *args, **kwargs) if traced else found(*args, **kwargs)
+                inner = found
+                for function in self.traced:
+                    inner = functools.partial(function, inner)
+                return inner(*args, **kwargs)
             return self.chain()(*args, **kwargs)
 
         self.call = call
+
+    def keep(self, wrappers: tuple[Wrapper, ...]) -> None:
+        self.wrappers, self.traced = wrappers, tuple(w.function for w in wrappers if w.traced)
 
     def chain(self) -> Callable[..., Any]:
         here = threading.get_ident()
@@ -82,14 +88,18 @@ class Patch:
         self.owner, self.name = owner, name
         self._lock = threading.RLock()
         self._installed: _Installed | None = None
+        self._latest: _Installed | None = None  # put there again: a graph that was traced through it stays valid
 
     def add(self, function: Callable[..., Any], *, everywhere: bool = False, traced: bool = False) -> Wrapper:
         wrapper = Wrapper(function, everywhere=everywhere, traced=traced)
         with self._lock:
             if self._installed is None:
-                self._installed = _Installed(getattr(self.owner, self.name))
+                found = getattr(self.owner, self.name)
+                again = self._latest is not None and self._latest.found is found
+                self._installed = self._latest = self._latest if again else _Installed(found)
+                assert self._installed is not None
                 setattr(self.owner, self.name, self._installed.call)
-            self._installed.wrappers += (wrapper,)
+            self._installed.keep((*self._installed.wrappers, wrapper))
         return wrapper
 
     def remove(self, wrapper: Wrapper) -> None:
@@ -97,11 +107,17 @@ class Patch:
             now = self._installed
             if now is None:
                 return
-            now.wrappers = tuple(w for w in now.wrappers if w is not wrapper)
+            now.keep(tuple(w for w in now.wrappers if w is not wrapper))
             if not now.wrappers:
                 self._installed = None
                 if getattr(self.owner, self.name) is now.call:
                     setattr(self.owner, self.name, now.found)
+
+    def each(self, look: Callable[[Callable[..., Any]], None]) -> None:
+        """Show what stands in the patched place, where something does."""
+        with self._lock:
+            if self._installed is not None:
+                look(self._installed.call)
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -119,6 +135,7 @@ class Patch:
 
 
 SDPA = Patch(F, "scaled_dot_product_attention")
+SOFTMAX = Patch(F, "softmax")
 
 
 class replace_sdpa(ContextDecorator):

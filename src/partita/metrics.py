@@ -36,7 +36,8 @@ def top_k_accuracy(rank: Tensor | LossStats, k: int = 1) -> Tensor:
     tensor(0.6667)
     """
     check_whole("k", k, least=1)
-    return _mean((_ranks(rank) < k).float())
+    ranks = _ranks(rank)
+    return _mean((ranks < k).float(), ranks >= 0)
 
 
 def mean_reciprocal_rank(rank: Tensor | LossStats) -> Tensor:
@@ -45,7 +46,8 @@ def mean_reciprocal_rank(rank: Tensor | LossStats) -> Tensor:
     >>> mean_reciprocal_rank(torch.tensor([0, 1, 3]))  # (1 + 1/2 + 1/4) / 3
     tensor(0.5833)
     """
-    return _mean(1.0 / (_ranks(rank).float() + 1))
+    ranks = _ranks(rank)
+    return _mean(1.0 / (ranks.float() + 1), ranks >= 0)
 
 
 def perplexity(nll: Tensor | LossStats) -> Tensor:
@@ -54,8 +56,9 @@ def perplexity(nll: Tensor | LossStats) -> Tensor:
     >>> perplexity(torch.tensor([2.0, 8.0]).log())  # sqrt(2 * 8)
     tensor(4.)
     """
-    rows = nll.nll[nll.target_rank >= 0] if isinstance(nll, LossStats) else nll
-    return _mean(rows.reshape(-1)).exp()
+    if isinstance(nll, LossStats):
+        return _mean(nll.nll, nll.target_rank >= 0).exp()
+    return _mean(nll, torch.ones_like(nll, dtype=torch.bool)).exp()
 
 
 def expected_calibration_error(
@@ -71,16 +74,18 @@ def expected_calibration_error(
     check_whole("bins", bins, least=1)
     if isinstance(confidence, LossStats):
         kept = confidence.target_rank >= 0
-        sure, right = confidence.confidence[kept], confidence.correct[kept]
+        sure, right = confidence.confidence, confidence.correct
     elif correct is None or correct.shape != confidence.shape:
         raise ShapeError("give a LossStats, or confidence and correct of one shape.")
     else:
-        sure, right = confidence.reshape(-1), correct.reshape(-1)
-    sure = sure.detach()
+        sure, right = confidence, correct
+        kept = torch.ones_like(correct, dtype=torch.bool)
+    sure, right, kept = sure.detach().reshape(-1), right.reshape(-1), kept.reshape(-1)
     edges = torch.linspace(0, 1, bins + 1, dtype=sure.dtype, device=sure.device)[1:-1]
     at = torch.bucketize(sure, edges)
-    gap = torch.zeros(bins, dtype=sure.dtype, device=sure.device).index_add(0, at, right.to(sure.dtype) - sure)
-    return gap.abs().sum() / max(sure.numel(), 1)
+    missed = torch.where(kept, right.to(sure.dtype) - sure, torch.zeros_like(sure))
+    gap = torch.zeros(bins, dtype=sure.dtype, device=sure.device).index_add(0, at, missed)
+    return gap.abs().sum() / kept.sum().clamp(min=1)
 
 
 def brier_score(gibbs: Gibbs, target: Tensor) -> Tensor:  # (..., n_query)
@@ -107,9 +112,9 @@ def brier_score(gibbs: Gibbs, target: Tensor) -> Tensor:  # (..., n_query)
 
 
 def _ranks(rank: Tensor | LossStats) -> Tensor:
-    ranks = rank.target_rank if isinstance(rank, LossStats) else rank
-    return ranks[ranks >= 0]
+    return rank.target_rank if isinstance(rank, LossStats) else rank
 
 
-def _mean(rows: Tensor) -> Tensor:
-    return rows.sum() / max(rows.numel(), 1)
+def _mean(rows: Tensor, kept: Tensor) -> Tensor:
+    """Of the kept rows; by adding up, since how many there are is no size that a graph could have."""
+    return torch.where(kept, rows, torch.zeros_like(rows)).sum() / kept.sum().clamp(min=1)

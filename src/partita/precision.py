@@ -8,11 +8,21 @@ losses     the dtype of the input, and float32 under autocast
 from __future__ import annotations
 
 import contextlib
+import math
 
 import torch
 from torch import Tensor
 
-__all__ = ["accumulation_dtype", "autocasts", "finest", "loss_dtype", "no_autocast", "output_dtype", "product"]
+__all__ = [
+    "accumulation_dtype",
+    "autocasts",
+    "finest",
+    "log_of",
+    "loss_dtype",
+    "no_autocast",
+    "output_dtype",
+    "product",
+]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -36,6 +46,13 @@ def loss_dtype(tensor: Tensor) -> torch.dtype:
 def finest(device: torch.device) -> torch.dtype:
     """The dtype for functions of whole positions, few numbers that many scores are made from."""
     return torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
+
+
+def log_of(count: int, device: torch.device) -> float | Tensor:
+    """log(count); in a graph, where a size may be any number, as a tensor of no dimensions."""
+    if torch.compiler.is_compiling():
+        return torch.full((), count, dtype=finest(device), device=device).log()
+    return math.log(count)
 
 
 def autocasts(kind: str) -> bool:

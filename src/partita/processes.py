@@ -163,18 +163,18 @@ class Processes:
         rows = self.sums(query, key, scale, bias=bias, target=target, statistics=False)
         return rows, self.sums(key, query, scale, bias=bias, target=target, statistics=False)
 
-    @torch.no_grad()
     def count_above(self, query: Tensor, key: Tensor, level: Tensor, **asked: Unpack[Pass]) -> Tensor:  # (n,)
         """How many of the keys a row may see are more similar to it than its level, which need not be a key's.
 
         The level becomes the score of one more key, in one more dimension: the pass that ranks a target serves.
         """
-        n_key, dim = key.shape
-        longer = torch.zeros(n_key + 1, dim + 1, dtype=query.dtype, device=query.device)
-        longer[:n_key, :dim], longer[n_key, dim] = key, 1.0
-        rows = torch.cat([query, level[:, None].to(query.dtype)], -1)
-        target = torch.full((len(rows),), n_key, dtype=torch.int64, device=rows.device)
-        return Gibbs(rows, longer, support=_own(asked, key)).target_rank(target)
+        pad = torch.nn.functional.pad
+        with torch.no_grad():  # not as a decorator: dynamo knows no decorated method of an object it made
+            longer = pad(key.to(query.dtype), (0, 1, 0, 1))
+            longer[-1, -1] = 1.0
+            rows = torch.cat([query, level[:, None].to(query.dtype)], -1)
+            target = torch.full((len(rows),), key.shape[0], dtype=torch.int64, device=rows.device)
+            return Gibbs(rows, longer, support=_own(asked, key)).target_rank(target)
 
 
 ALONE = Processes()

@@ -147,6 +147,79 @@ def top(s: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores[..., :k], indices[..., :k].masked_fill(scores[..., :k].isneginf(), -1)
 
 
+# Columns, and the ends of a row ---------------------------------------------------------------------------------------
+
+
+def received(s: Tensor, weight: Tensor | None = None) -> Tensor:  # (..., n_key)
+    """sum_i weight_i p(j|i): what each key receives from all rows."""
+    p = probs(s)
+    # A row gives nothing to a key it does not see, whatever its weight is: 0 * nan would be nan.
+    return (p if weight is None else torch.where(seen(s), weight.double()[..., None] * p, 0.0)).sum(-2)
+
+
+def min_score(s: Tensor) -> Tensor:
+    """min_j s_ij over the visible keys, and +inf where there is none."""
+    shown = torch.where(seen(s), s, INF)
+    return shown.amin(-1) if s.shape[-1] else s.new_full(s.shape[:-1], INF)
+
+
+def argmax(s: Tensor) -> Tensor:
+    """The first key whose score is the largest, and -1 where there is none."""
+    return first_at(s, max_score(s))
+
+
+def argmin(s: Tensor) -> Tensor:
+    """The first visible key whose score is the smallest, and -1 where there is none."""
+    return first_at(s, min_score(s))
+
+
+def first_at(s: Tensor, level: Tensor) -> Tensor:
+    """The first visible key with this score; in a row that holds nan, the first nan."""
+    hit = seen(s) & ((s == level[..., None]) | s.isnan())
+    keys = torch.arange(s.shape[-1], device=s.device)
+    found = torch.where(hit, keys, s.shape[-1])
+    first = found.amin(-1) if s.shape[-1] else found.sum(-1)
+    return torch.where(hit.any(-1), first, -1)
+
+
+# Two distributions over the same keys: p of scores s, q of scores t ---------------------------------------------------
+
+
+def kl(s: Tensor, t: Tensor) -> Tensor:
+    """KL(p||q) = sum_j p_j (log p_j - log q_j): +inf if p sees a key that q does not, 0 if p sees none."""
+    difference = torch.where(seen(s) & seen(t), log_probs(s) - log_probs(t), 0.0)
+    outside = (seen(s) & ~seen(t)).any(-1)
+    return torch.where(outside, INF, (probs(s) * difference).sum(-1))
+
+
+def divergence(s: Tensor, t: Tensor, kind: str = "forward", beta: float = 0.5) -> Tensor:
+    """forward KL(p||q), reverse KL(q||p), cross_entropy -sum_j p_j log q_j, hellinger 1 - sum_j sqrt(p_j q_j), and
+
+        js = beta KL(p||m) + (1 - beta) KL(q||m)        m = beta p + (1 - beta) q
+
+    An empty row of p gives 0.
+    """
+    p, q = probs(s), probs(t)
+    if kind == "forward":
+        found = kl(s, t)
+    elif kind == "reverse":
+        found = kl(t, s)
+    elif kind == "cross_entropy":
+        found = kl(s, t) + entropy(s)
+    elif kind == "hellinger":
+        both = seen(s) & seen(t)
+        root = torch.where(both, torch.where(both, log_probs(s) + log_probs(t), 0.0).div(2).exp(), 0.0)
+        found = 1 - root.sum(-1)
+    else:
+        # Keys that neither sees are replaced first: the derivative of log(0 + 0) would be nan.
+        a, b = (torch.where(seen(s) | seen(t), log_probs(x), 0.0) for x in (s, t))
+        m = torch.logaddexp(a + math.log(beta), b + math.log(1 - beta))
+        own = torch.where(seen(s), log_probs(s) - m, 0.0)
+        other = torch.where(seen(t), log_probs(t) - m, 0.0)
+        found = (beta * p * own + (1 - beta) * q * other).sum(-1)
+    return torch.where(visible(s) == 0, 0.0, found)
+
+
 # Faces ----------------------------------------------------------------------------------------------------------------
 
 

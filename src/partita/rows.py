@@ -22,6 +22,7 @@ from partita.engine.sums import Sums
 from partita.errors import ValueRangeError
 
 __all__ = [
+    "ClassStats",
     "LossStats",
     "among_all_rows",
     "blank_ignored",
@@ -61,37 +62,62 @@ class LossStats(_LossFields, Stats):  # type: ignore[misc]  # two tuples whose f
     __repr__ = Stats.__repr__
 
 
-_IGNORED = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1}  # the other fields: 0
+class _ClassFields(NamedTuple):
+    log_partition: Tensor
+    entropy: Tensor
+    mean_score: Tensor
+    score_variance: Tensor
+    max_score: Tensor
+    visible: Tensor
+    target_rank: Tensor
+    correct: Tensor
+    confidence: Tensor
+    nll: Tensor
+    predicted: Tensor  # int64: the class of the largest score, the first of those that tie
+
+
+class ClassStats(_ClassFields, LossStats):  # type: ignore[misc]  # tuples whose first fields agree
+    """`LossStats` of a classifier's rows, and the class it would choose; -1 where a row was ignored."""
+
+    __slots__ = ()
+
+
+_IGNORED = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1, "predicted": -1}  # the others: 0
 
 
 def loss_stats(sums: Sums) -> LossStats:
     """Statistics of every row of a pass that had a target and counted its rank."""
     assert sums.rank is not None
     state = sums.state
-    return LossStats(*state.stats(), sums.rank, sums.rank == 0, state.confidence(), sums.nll())
+    known = (*state.stats(), sums.rank, sums.rank == 0, state.confidence(), sums.nll())
+    return LossStats(*known) if sums.places is None else ClassStats(*known, sums.places[0])
 
 
 def among_all_rows(stats: LossStats, kept: Tensor, shape: Sequence[int]) -> LossStats:
     """Statistics of the kept rows put back among the ignored ones; `kept` are flat positions."""
     total = torch.Size(shape).numel()
     out = []
-    for name, rows in zip(LossStats._fields, stats, strict=True):
+    for name, rows in zip(stats._fields, stats, strict=True):
         whole = rows.new_full((total,), _IGNORED.get(name, 0))
         out.append(whole.index_put((kept,), rows).reshape(tuple(shape)))
-    return LossStats(*out)
+    return type(stats)(*out)
 
 
 def blank_ignored(stats: LossStats, kept: Tensor) -> LossStats:
     """Statistics of rows that all went through the pass, of which `kept` tells those that count."""
-    fields = zip(LossStats._fields, stats, strict=True)
-    return LossStats(*(torch.where(kept, x, torch.full_like(x, _IGNORED.get(name, 0))) for name, x in fields))
+    fields = zip(stats._fields, stats, strict=True)
+    return type(stats)(*(torch.where(kept, x, torch.full_like(x, _IGNORED.get(name, 0))) for name, x in fields))
 
 
 def sums_of(scores: Tensor, target: Tensor) -> Sums:  # (..., n, K), (..., n)
     """What a pass would give for scores that already exist; -inf hides a key."""
     chosen = scores.gather(-1, target[..., None])
     rank = (scores.detach() > chosen.detach()).sum(-1)
-    return Sums.of(State.of(scores), chosen[..., 0], rank)
+    seen = torch.where(scores.isneginf(), torch.inf, scores.detach())
+    hidden = seen.isposinf().all(-1)
+    least, low = seen.min(-1)
+    places = torch.where(hidden, -1, torch.stack([scores.argmax(-1), low]))
+    return Sums.of(State.of(scores), chosen[..., 0], rank)._replace(least=least, places=places)
 
 
 def probabilities(scores: Tensor) -> Tensor:  # (..., K)
@@ -118,9 +144,10 @@ def in_row_blocks(
     """function(*rows, *shared) for a few rows at a time, joined; what it holds is computed again in the backward pass.
 
     `function` gives a result per row and may hold `width` numbers for each: nothing of size n * width stays. Whatever
-    needs a gradient must be among the arguments. Second derivatives are taken of the whole at once.
+    needs a gradient must be among the arguments. Second derivatives are taken of the whole at once, and so is a graph:
+    while tracing nothing can be cut by size.
     """
-    if rows[0].shape[0] * width <= _SMALL:
+    if torch.compiler.is_compiling() or rows[0].shape[0] * width <= _SMALL:
         return function(*rows, *shared)
     step = max(1, _AT_ONCE // max(width, 1))
     out: Tensor = _InRowBlocks.apply(function, len(rows), step, *rows, *shared)  # type: ignore[no-untyped-call]

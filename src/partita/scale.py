@@ -10,14 +10,15 @@ scores <query, key> over a row's keys: sqrt(dim) for vectors of unit variance, o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
-from partita._checks import check_pair, check_positive
+from partita._checks import check_pair, check_positive, finite, has_values
 from partita._look import table_html
-from partita.engine.terms import window_mask
+from partita.engine.terms import Term, pack, unpack, window_mask
 from partita.errors import PartitaError, ShapeError, ValueRangeError
 from partita.support import Support
 from partita.support.base import check_support
@@ -175,14 +176,14 @@ class CalibratedLog(Policy):
     """
 
     reference: float
-    sigma: float
+    sigma: float | Tensor
 
     def __post_init__(self) -> None:
         _check_reference(self.reference)
-        check_positive("sigma", float(self.sigma))
+        _check_sigma(self.sigma)
 
-    def kappa(self, dim: int) -> float:
-        return dim / (float(self.sigma) * math.sqrt(math.log(self.reference)))
+    def kappa(self, dim: int) -> float | Tensor:
+        return dim / (_number(self.sigma) * math.sqrt(math.log(self.reference)))
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return self.kappa(dim) * n.log() / dim
@@ -193,14 +194,14 @@ class GaussianEntropy(Policy):
     """scale = sqrt(2 * max(0, log n - entropy)) / sigma: H = log n - (scale * sigma)^2 / 2 held constant (M-SCL-14)."""
 
     entropy: float
-    sigma: float
+    sigma: float | Tensor
 
     def __post_init__(self) -> None:
         check_positive("entropy", self.entropy, zero=True)
-        check_positive("sigma", float(self.sigma))
+        _check_sigma(self.sigma)
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
-        return (2 * (n.log() - self.entropy).clamp(min=0.0)).sqrt() / float(self.sigma)
+        return (2 * (n.log() - self.entropy).clamp(min=0.0)).sqrt() / _number(self.sigma)
 
 
 class ScalableSoftmax(nn.Module, Policy):
@@ -277,8 +278,19 @@ class TargetEntropy(Policy):
 
 
 def _check_reference(reference: float) -> None:
-    if not (isinstance(reference, (int, float)) and math.isfinite(reference) and reference > 1):
+    if not (isinstance(reference, (int, float)) and finite(reference) and reference > 1):
         raise ValueRangeError(f"a reference length must be a number above 1; got {reference!r}.")
+
+
+def _number(sigma: float | Tensor) -> float | Tensor:
+    """A number as one; a tensor whose value a graph does not know stays a tensor."""
+    return float(sigma) if not isinstance(sigma, Tensor) or has_values(sigma) else sigma
+
+
+def _check_sigma(sigma: float | Tensor) -> None:
+    number = _number(sigma)
+    if not isinstance(number, Tensor):
+        check_positive("sigma", number)
 
 
 def from_temperature(temperature: float | Tensor) -> float | Tensor:
@@ -288,19 +300,27 @@ def from_temperature(temperature: float | Tensor) -> float | Tensor:
     return 1.0 / temperature
 
 
-@torch.no_grad()
 def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) -> float:
     """Standard deviation of the raw scores <query, key> over a row's keys, pooled over rows with two keys or more.
 
         sigma^2 = mean_i Var_j <query_i, key_j>
 
-    Streams over rows; nothing of size n_query * n_key is held at once for long inputs.
+    Streams over rows; nothing of size n_query * n_key is held at once for long inputs. A number, or inside a graph,
+    which has none yet, a tensor of no dimensions; policies take either.
     """
     check_pair(query, key)
     check_support(support)
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    terms = () if support is None else support.bind(query.shape[-2], key.shape[-2], batch, query.device)
+    if torch.compiler.is_compiling():
+        return torch.ops.partita.measure_sigma(query.detach(), key.detach(), *pack(terms))  # type: ignore[no-any-return]
+    return float(_measure(query, key, terms))
+
+
+@torch.no_grad()
+def _measure(query: Tensor, key: Tensor, terms: Sequence[Term]) -> Tensor:
+    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     n_query, n_key = query.shape[-2], key.shape[-2]
-    terms = () if support is None else support.bind(n_query, n_key, batch, query.device)
     step = max(1, (1 << 21) // max(1, n_key * math.prod(batch)))
     total, rows = 0.0, 0
     for first in range(0, n_query, step):
@@ -316,4 +336,17 @@ def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) ->
         rows += int((n >= 2).sum())
     if rows == 0:
         raise ShapeError("measure_sigma needs a row that sees at least two keys.")
-    return math.sqrt(total / rows)
+    return torch.tensor(math.sqrt(total / rows), dtype=torch.float64, device=query.device)
+
+
+library.define("partita::measure_sigma", "(Tensor query, Tensor key, Tensor[] support, int[] layout) -> Tensor")
+
+
+@library.impl("partita::measure_sigma", "CompositeExplicitAutograd")
+def _(query: Tensor, key: Tensor, support: Sequence[Tensor], layout: Sequence[int]) -> Tensor:
+    return _measure(query, key, unpack(support, layout))
+
+
+@library.register_fake("partita::measure_sigma")  # type: ignore[untyped-decorator]
+def _(query: Tensor, key: Tensor, support: Sequence[Tensor], layout: Sequence[int]) -> Tensor:
+    return query.new_empty((), dtype=torch.float64)

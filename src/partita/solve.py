@@ -8,16 +8,18 @@ pass serves all rows. The derivative is that of the implicit function, so no ite
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from partita import _checks
 from partita.engine import State
 from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import execute
-from partita.engine.request import build
+from partita.engine.request import Request, build
+from partita.engine.terms import pack, unpack
 from partita.errors import ShapeError, ValueRangeError
 from partita.precision import product
 from partita.support import Support, mask
@@ -57,30 +59,28 @@ def solve_scale(
     if bias is not None:
         support = as_mask(bias, support)
     rows = build(query, key, support=support, grouped=grouped)
-    count = visible_keys(rows.terms, rows.n_query, rows.n_key, rows.batch, query.device)
-    n = rows.ungroup(count).to(rows.dtype)
-    target = _target(entropy, width, n)
-
-    def at(scale: Tensor) -> State:
-        request = build(query, key, scale=scale, support=support, grouped=grouped)
-        return execute(request).state
-
-    with torch.no_grad():
-        solved, reached = _search(at, target.detach(), n, _score_deviation(query, key, n, grouped))
-    if not torch.is_grad_enabled() or not (query.requires_grad or key.requires_grad or target.requires_grad):
-        return solved
-    state = at(solved)
-    slope = (state.score_variance() / solved.clamp(min=torch.finfo(solved.dtype).tiny)).detach()
-    miss = state.entropy() - target
-    step = (miss - miss.detach()) / torch.where(reached, slope, torch.ones_like(slope))
-    return solved + torch.where(reached, step, torch.zeros_like(step))
+    count = visible_keys(rows.terms, rows.n_query, rows.n_key, rows.batch, query.device).to(rows.dtype)
+    target = _target(entropy, width, rows.ungroup(count)).reshape(count.shape)
+    split = replace(rows, groups=1)  # the heads of grouped queries stay apart, as the count has them
+    solved, reached = _solve(split, target.detach(), count)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or target.requires_grad):
+        state = _at(split, solved)
+        slope = (state.score_variance() / solved.clamp(min=torch.finfo(solved.dtype).tiny)).detach()
+        miss = state.entropy() - target
+        step = (miss - miss.detach()) / torch.where(reached, slope, torch.ones_like(slope))
+        solved = solved + torch.where(reached, step, torch.zeros_like(step))
+    return rows.ungroup(solved)
 
 
 def as_mask(bias: Tensor, support: Support | None) -> Support:
     """A bias that only hides keys, as a support."""
+    shown = torch.ops.partita.shown(bias.detach()) if torch.compiler.is_compiling() else _shown(bias)
+    return mask(shown) if support is None else support & mask(shown)
+
+
+def _shown(bias: Tensor) -> Tensor:
     if _checks.has_values(bias) and bool(((bias == 0) | (bias == -torch.inf)).all()):
-        hidden = mask(bias == 0)
-        return hidden if support is None else support & hidden
+        return bias == 0
     raise ValueRangeError(
         "with a bias the entropy is not monotone in the scale, so no scale can be solved for; "
         "hide keys with a support, or fold the bias into query and key."
@@ -89,9 +89,8 @@ def as_mask(bias: Tensor, support: Support | None) -> Support:
 
 def _target(entropy: float | Tensor | None, width: float | Tensor | None, n: Tensor) -> Tensor:
     given = torch.as_tensor(entropy if width is None else width, dtype=n.dtype, device=n.device)
-    if _checks.has_values(given) and not bool((given >= (0 if width is None else 1)).all()):
-        limit = "entropy must not be negative" if width is None else "width must be at least 1 key"
-        raise ValueRangeError(f"{limit}; got a smallest value of {float(given.detach().min())}.")
+    least, limit = (0, "entropy must not be negative") if width is None else (1, "width must be at least 1 key")
+    _check_least(given, least, limit)
     try:
         return (given if width is None else given.log()).expand_as(n)
     except RuntimeError:
@@ -100,17 +99,19 @@ def _target(entropy: float | Tensor | None, width: float | Tensor | None, n: Ten
         ) from None
 
 
-def _score_deviation(query: Tensor, key: Tensor, n: Tensor, grouped: bool) -> Tensor:
+def _check_least(given: Tensor, least: float, limit: str) -> None:
+    if _checks.has_values(given) and not bool((given >= least).all()):
+        raise ValueRangeError(f"{limit}; got a smallest value of {float(given.detach().min())}.")
+
+
+def _score_deviation(rows: Request, n: Tensor) -> Tensor:
     """Standard deviation of each row's scores over all keys, from the keys' covariance: only a starting point."""
-    q, k = query.to(n.dtype), key.to(n.dtype).nan_to_num(0.0, 0.0, 0.0)
+    q, k = rows.query.to(n.dtype), rows.key.to(n.dtype).nan_to_num(0.0, 0.0, 0.0)
     if k.shape[-2] == 0:
         return torch.ones_like(n)
     k = k - k.mean(-2, keepdim=True)
     covariance = product(k.mT, k) / k.shape[-2]
     longest = k.norm(dim=-1).amax(-1, keepdim=True)
-    if grouped:
-        groups = q.shape[-3] // k.shape[-3]
-        covariance, longest = covariance.repeat_interleave(groups, -3), longest.repeat_interleave(groups, -2)
     variance = (product(q, covariance) * q).sum(-1).clamp(min=0.0)
     sigma = variance.sqrt().nan_to_num(1.0, 1.0, 1.0)
     size = q.norm(dim=-1).nan_to_num(1.0, 1.0, 1.0) * longest
@@ -118,8 +119,25 @@ def _score_deviation(query: Tensor, key: Tensor, n: Tensor, grouped: bool) -> Te
     return torch.where(sigma > tiny, sigma, torch.ones_like(sigma)).expand_as(n)
 
 
-def _search(at: Callable[[Tensor], State], target: Tensor, n: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+def _at(rows: Request, scale: Tensor) -> State:
+    """The rows at another scale."""
+    return execute(replace(rows, scale=scale)).state
+
+
+def _solve(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale of every row, and whether its target is within reach; a graph sees one operator, not the search."""
+    quiet = replace(rows, query=rows.query.detach(), key=rows.key.detach())
+    if torch.compiler.is_compiling():
+        support, layout = pack(quiet.terms)
+        scale, reached = torch.ops.partita.solve_scale(quiet.query, quiet.key, support, layout, target, n)
+        return scale, reached
+    with torch.no_grad():
+        return _search(quiet, target, n)
+
+
+def _search(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     """Safeguarded Newton on log(scale); returns the scale and whether the target is within reach."""
+    sigma = _score_deviation(rows, n)
     ceiling = n.clamp(min=1).log()
     # a target within rounding of log n asks for no sharpness at all
     flat = target >= ceiling - 4 * torch.finfo(n.dtype).eps * ceiling
@@ -133,7 +151,7 @@ def _search(at: Callable[[Tensor], State], target: Tensor, n: Tensor, sigma: Ten
     capped = torch.zeros_like(flat)
     best, least = x, torch.full_like(x, torch.inf)  # in float32 a row may reach its noise before the tolerance
     for _ in range(_STEPS):
-        state = at(torch.where(flat, torch.zeros_like(x), x.exp()))
+        state = _at(rows, torch.where(flat, torch.zeros_like(x), x.exp()))
         miss = state.entropy() - target
         close = miss.abs() <= tolerance * (1 + target)
         nearer = miss.abs() < least
@@ -151,3 +169,39 @@ def _search(at: Callable[[Tensor], State], target: Tensor, n: Tensor, sigma: Ten
         x = torch.where(done, x, following)
     scale = torch.where(flat, torch.zeros_like(x), torch.where(capped, x, best).exp())
     return scale, ~flat & ~capped
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+library.define(
+    "partita::solve_scale",
+    "(Tensor query, Tensor key, Tensor[] support, int[] layout, Tensor target, Tensor n) -> (Tensor, Tensor)",
+)
+library.define("partita::shown", "(Tensor bias) -> Tensor")
+
+
+@library.impl("partita::solve_scale", "CompositeExplicitAutograd")
+def _(
+    query: Tensor, key: Tensor, support: Sequence[Tensor], layout: Sequence[int], target: Tensor, n: Tensor
+) -> tuple[Tensor, Tensor]:
+    _check_least(target, 0, "the entropy aimed at must not be negative")
+    rows = Request(query, key, None, torch.ones_like(n), None, None, unpack(support, layout), None)
+    with torch.no_grad():
+        return _search(rows, target, n)
+
+
+@library.register_fake("partita::solve_scale")  # type: ignore[untyped-decorator]
+def _(
+    query: Tensor, key: Tensor, support: Sequence[Tensor], layout: Sequence[int], target: Tensor, n: Tensor
+) -> tuple[Tensor, Tensor]:
+    return n.new_empty(n.shape), n.new_empty(n.shape, dtype=torch.bool)
+
+
+@library.impl("partita::shown", "CompositeExplicitAutograd")
+def _(bias: Tensor) -> Tensor:
+    return _shown(bias)
+
+
+@library.register_fake("partita::shown")  # type: ignore[untyped-decorator]
+def _(bias: Tensor) -> Tensor:
+    return bias.new_empty(bias.shape, dtype=torch.bool)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 import partita
-from partita import reference
+from partita import Gibbs, reference
 from tests.conformance.serving import serving
 from tests.strategies import SUPPORTS, Problem, catalogue, problem, problems
 from tests.tolerances import assert_exact
@@ -101,6 +101,38 @@ def test_top_is_the_sorted_scores(backend):
             want_scores, want_indices = reference.top(p.score(), k)
             assert_exact(scores, want_scores)
             assert torch.equal(indices, want_indices)
+
+
+@pytest.mark.parametrize("kind", ["all", "causal", "mask", "window | mask"])
+def test_top_beyond_one_block_of_keys(natural, kind):
+    """Up to 64 a native kernel of its own serves, past it the tiles; rows in several chunks."""
+    p = problem(1131, 723, dim=9, support=catalogue(1131, 723)[kind], scale=0.5)
+    with serving(natural):
+        for k in (1, 7, 64, 65):
+            scores, indices = p.gibbs().top(k)
+            want_scores, want_indices = reference.top(p.score(), k)
+            assert_exact(scores, want_scores, magnitude=20)
+            assert torch.equal(indices, want_indices)
+
+
+def test_top_puts_the_lower_of_two_copies_first(natural):
+    query, key = torch.ones(3, 1).double(), torch.tensor([2.0, 3.0, 1.0]).double().repeat(300)[:, None]
+    with serving(natural):
+        if natural != "native":
+            pytest.skip("torch's topk says nothing about ties")
+        scores, indices = Gibbs(query, key).top(5)
+        assert indices.tolist() == [[1, 4, 7, 10, 13]] * 3
+        assert (scores == 3).all()
+
+
+def test_log_prob_of_the_top_is_that_of_its_keys(backend):
+    p = problem(9, 31, support=catalogue(9, 31)["mask"])
+    with serving(backend):
+        found, index = p.gibbs().top_log_prob(3)
+        expected = reference.log_probs(p.score()).gather(-1, index.clamp(min=0)).masked_fill(index < 0, -torch.inf)
+        assert_exact(found, expected)
+        query = p.query.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: p.gibbs(query=x).top_log_prob(2)[0][:4].exp(), query)
 
 
 def test_the_same_call_twice_is_bitwise_equal(natural):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import inspect
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from partita.adapters import metric_learning
+import partita
+from partita.adapters import metric_learning, open_clip
 from partita.adapters.sentence_transformers import MultipleNegativesRankingLoss
 from partita.contrastive import nt_xent_loss, supcon_loss
+from partita.errors import ValueRangeError
 from tests.losses.checks import assert_equal_with_gradients, leaf
 
 INSTALL = "not installed: pip install sentence-transformers pytorch-metric-learning"
@@ -62,6 +67,88 @@ def test_sentence_transformers_with_dot_products():
     theirs = losses.MultipleNegativesRankingLoss(Table(), scale=1.0, similarity_fct=util.dot_score)
     ours = MultipleNegativesRankingLoss(Table(), scale=1.0, similarity="dot")
     assert_equal_with_gradients(ours(features, None), theirs(features, None), given)
+
+
+@pytest.mark.parametrize("columns", [2, 3, 5])
+@pytest.mark.parametrize("mode", ["in_batch_negatives", "hard_negatives", "all_negatives"])
+@pytest.mark.parametrize("directions", [("query_to_doc",), GTE])
+def test_sentence_transformers_hardness(columns, mode, directions):
+    losses = peer("sentence_transformers.sentence_transformer.losses")
+    options = {"directions": directions, "hardness_mode": mode, "hardness_strength": 7.0}
+    theirs = losses.MultipleNegativesRankingLoss(Table(), **options)
+    ours = MultipleNegativesRankingLoss(Table(), **options)
+    given = [leaf(7, 6) for _ in range(columns)]
+    features = [{"x": x} for x in given]
+    assert_equal_with_gradients(ours(features, None), theirs(features, None), given)
+
+
+def test_sentence_transformers_arguments_are_all_there_in_the_same_order():
+    losses, util = peer("sentence_transformers.sentence_transformer.losses"), peer("sentence_transformers.util")
+    theirs = list(inspect.signature(losses.MultipleNegativesRankingLoss.__init__).parameters)
+    mine = list(inspect.signature(MultipleNegativesRankingLoss.__init__).parameters)
+    assert mine[: len(theirs)] == theirs
+    given = (
+        Table(),
+        5.0,
+        util.dot_score,
+        False,
+        ("query_to_doc", "doc_to_query"),
+        "per_direction",
+        "all_negatives",
+        2.0,
+    )
+    one, other = losses.MultipleNegativesRankingLoss(*given), MultipleNegativesRankingLoss(*given)
+    assert one.get_config_dict() == other.get_config_dict() and one.temperature == other.temperature
+    with pytest.raises(ValueRangeError, match="make a matrix that this loss does without"):
+        MultipleNegativesRankingLoss(Table(), similarity_fct=util.euclidean_sim)
+    with pytest.raises(ValueRangeError, match="hardness_mode must be None or one of"):
+        MultipleNegativesRankingLoss(Table(), hardness_mode="all")
+
+
+def open_clip_losses():
+    """open_clip's file of losses alone: the package itself wants torchvision."""
+    try:
+        files = importlib.metadata.files("open_clip_torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("open_clip_torch is not installed: pip install --no-deps open_clip_torch")
+    path = next(f.locate() for f in files if str(f) == "open_clip/loss.py")
+    spec = importlib.util.spec_from_file_location("open_clip_loss", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["ClipLoss", "SigLipLoss"])
+@pytest.mark.parametrize("bias", [None, -3.0])
+def test_open_clip(kind, bias):
+    theirs = getattr(open_clip_losses(), kind)
+    mine = getattr(open_clip, kind)
+    for one, other in ((theirs.__init__, mine.__init__), (theirs.forward, mine.forward)):
+        assert list(inspect.signature(one).parameters) == list(inspect.signature(other).parameters)
+    image, text, scale = leaf(7, 6), leaf(7, 6), torch.tensor(4.0, dtype=torch.float64, requires_grad=True)
+    shift = None if bias is None else torch.tensor(bias, dtype=torch.float64)
+    given = (image, text, scale, shift)
+    ours, peers = (made(*given, output_dict=True) for made in (mine(), theirs()))
+    assert ours.keys() == peers.keys()
+    assert_equal_with_gradients(ours["contrastive_loss"], peers["contrastive_loss"], (image, text, scale))
+    torch.testing.assert_close(mine()(*given), ours["contrastive_loss"])
+
+
+def test_open_clip_refuses_what_it_would_do_differently():
+    with pytest.raises(ValueRangeError, match="gather_with_grad=True"):
+        open_clip.ClipLoss(world_size=2)
+    with pytest.raises(ValueRangeError, match="horovod"):
+        open_clip.ClipLoss(use_horovod=True)
+    with pytest.raises(ValueRangeError, match="several ranks"):
+        open_clip.SigLipLoss(world_size=2)
+
+
+def test_contrast_statistics_carry_the_information_bound_and_its_cap():
+    x, y = leaf(9, 4), leaf(9, 4)
+    loss, stats = partita.info_nce_loss(x, y, return_stats=True)
+    bound = partita.mutual_information_bound(loss.detach(), 9)
+    torch.testing.assert_close(stats.information_bound, bound.value)
+    torch.testing.assert_close(stats.information_cap, bound.cap)
 
 
 LABELS = [

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.engine.backends.native import layout, library, losses, operands, plain_attention, reduce, statistics
+from partita.engine import axes
+from partita.engine.backends.native import layout, library, losses, plain_attention, reduce, statistics
 from partita.engine.terms import Term
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native library: {library.why_not()}")
@@ -91,7 +92,7 @@ def test_the_default_device_is_not_followed(entry: Callable[[Tensor, Tensor, Ten
     given = [operand(i) for i in range(3)]
     want = flat(entry(*given))
     plain_attention._kept_geometry.cache_clear()
-    operands._kept_offsets.cache_clear()
+    axes._kept_offsets.cache_clear()
     with torch.device("meta"):
         got = flat(entry(*given))
     assert want and len(got) == len(want)
@@ -122,7 +123,7 @@ def test_an_interval_past_int32_is_cut_and_not_wrapped(wide: int) -> None:
 
 
 def test_large_tables_are_not_kept() -> None:
-    operands._kept_offsets.cache_clear()
+    axes._kept_offsets.cache_clear()
     plain_attention._kept_geometry.cache_clear()
     for n in range(5000, 5010):
         query = torch.zeros(n, 1, 1, 4)
@@ -131,8 +132,8 @@ def test_large_tables_are_not_kept() -> None:
         assert plain_attention.attention(long, few, few, 1.0, True, False) is not None
         assert sums(*(query[:, 0],) * 3) is not None
     assert plain_attention._kept_geometry.cache_info().currsize == 0
-    assert operands._kept_offsets.cache_info().currsize <= 40
-    kept = operands._kept_offsets.cache_parameters()["maxsize"] * operands._CACHED * 8
+    assert axes._kept_offsets.cache_info().currsize <= 40
+    kept = axes._kept_offsets.cache_parameters()["maxsize"] * axes._CACHED * 8
     assert kept <= 8 << 20
 
 

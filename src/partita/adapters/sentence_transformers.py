@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn.functional import logsigmoid, normalize
 
 from partita import support
@@ -20,6 +22,7 @@ from partita.errors import ShapeError, ValueRangeError
 
 __all__ = ["MultipleNegativesRankingLoss", "ranking_loss"]
 
+_HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
 _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 
 
@@ -31,23 +34,30 @@ class MultipleNegativesRankingLoss(nn.Module):
     forward takes ``(sentence_features, labels)``: columns anchor, positive, negative_1, ...; `model(features)` must
     give a dictionary with "sentence_embedding". The last batch's statistics are kept in `last_stats` (`partita.Stats`).
 
-    similarity: "cos" or "dot".
+    similarity_fct: `util.cos_sim` or `util.dot_score` of that package, or "cos" or "dot"; any other makes a matrix of
+        its own and is refused.
+    gather_across_devices: candidates of all ranks; each rank gives the loss of its own anchors, as there.
     directions, partition_mode: as there; "joint" is one partition function over all of them, merged from states.
+    hardness_mode, hardness_strength: as there; a weight exp(strength * similarity), without gradient, on the negatives
+        of other anchors, on the anchor's own hard ones, or on all.
     """
 
     def __init__(
         self,
         model: nn.Module,
         scale: float = 20.0,
-        similarity: str = "cos",
-        *,
+        similarity_fct: str | Callable[[Tensor, Tensor], Tensor] = "cos",
+        gather_across_devices: bool = False,
         directions: Sequence[str] = ("query_to_doc",),
         partition_mode: str = "joint",
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
+        *,
+        similarity: str | None = None,
     ):
         super().__init__()
         check_positive("scale", scale)
-        if similarity not in ("cos", "dot"):
-            raise ValueRangeError(f"similarity must be 'cos' or 'dot'; got {similarity!r}.")
+        check_positive("hardness_strength", hardness_strength, zero=True)
         if partition_mode not in ("joint", "per_direction"):
             raise ValueRangeError(f"partition_mode must be 'joint' or 'per_direction'; got {partition_mode!r}.")
         unknown = [name for name in directions if name not in _DIRECTIONS]
@@ -57,8 +67,13 @@ class MultipleNegativesRankingLoss(nn.Module):
             )
         if partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & set(directions):
             raise ValueRangeError("per_direction needs the positive in every direction; same-side ones have none.")
-        self.model, self.scale, self.similarity = model, scale, similarity
+        if hardness_mode not in (None, *_HARDNESS):
+            raise ValueRangeError(f"hardness_mode must be None or one of {_HARDNESS}; got {hardness_mode!r}.")
+        self.model, self.scale = model, scale
+        self.similarity = _similarity(similarity_fct if similarity is None else similarity)
+        self.gather_across_devices = gather_across_devices
         self.directions, self.partition_mode = tuple(directions), partition_mode
+        self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
         self.last_stats: Any = None
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
@@ -74,23 +89,50 @@ class MultipleNegativesRankingLoss(nn.Module):
         def remember(stats: Stats) -> None:
             self.last_stats = type(stats)(*(x.detach() for x in stats))
 
+        others = [_others(x) for x in unit] if self.gather_across_devices else None
         loss = ranking_loss(
-            unit[0], unit[1:], self.scale, self.directions, joint=self.partition_mode == "joint", remember=remember
-        )
+            unit[0], unit[1:], self.scale, self.directions, joint=self.partition_mode == "joint", remember=remember,
+            others=others, hardness=(self.hardness_mode, self.hardness_strength),
+        )  # fmt: skip
         assert isinstance(loss, Tensor)
         return loss.to(embeddings[0].dtype)
 
     def get_config_dict(self) -> dict[str, Any]:
         return {
             "scale": self.scale,
-            "similarity": self.similarity,
+            "similarity_fct": {"cos": "cos_sim", "dot": "dot_score"}[self.similarity],
+            "gather_across_devices": self.gather_across_devices,
             "directions": self.directions,
             "partition_mode": self.partition_mode,
+            "hardness_mode": self.hardness_mode,
+            "hardness_strength": self.hardness_strength,
         }
 
     @property
     def temperature(self) -> float:
         return 1.0 / self.scale
+
+
+def _similarity(given: object) -> str:
+    known = {"cos": "cos", "dot": "dot", "cos_sim": "cos", "dot_score": "dot"}
+    name = given if isinstance(given, str) else getattr(given, "__name__", "")
+    if name not in known:
+        raise ValueRangeError(
+            f"similarity must be 'cos' or 'dot' (cos_sim or dot_score of sentence_transformers.util): other functions "
+            f"make a matrix that this loss does without; got {given!r}."
+        )
+    return known[name]
+
+
+def _others(own: Tensor) -> Tensor:  # (rows of the other ranks, dim)
+    """The same column on the other ranks, with gradients that find their way back."""
+    from sentence_transformers.util.distributed import all_gather_with_grad
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return own[:0]
+    parts = list(all_gather_with_grad(own).chunk(dist.get_world_size()))
+    del parts[dist.get_rank()]
+    return torch.cat(parts)
 
 
 @overridable
@@ -102,6 +144,8 @@ def ranking_loss(
     *,
     joint: bool = True,
     remember: Callable[[Stats], None] | None = None,
+    others: Sequence[Tensor] | None = None,  # (m, dim) each: queries and columns of other ranks
+    hardness: tuple[str | None, float] = (None, 0.0),
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Stats]:
     """What the module above computes, of vectors as they are.
@@ -109,38 +153,61 @@ def ranking_loss(
     remember: called with the `Stats` of the first direction, which the loss knows anyway.
     return_stats: also a `ContrastStats` of the queries among all documents, which takes passes of its own.
     """
-    states = _states(query, list(docs), scale, directions)
+    away = [x[:0] for x in (query, *docs)] if others is None else list(others)
+    states = _states(query, list(docs), away, scale, directions, hardness)
     score = positive_score(query, docs[0], scale)
     if remember is not None:
         remember(states[0].stats())
     each = [joint_loss(score, *states)] if joint else [joint_loss(score, state) for state in states]
     loss = torch.stack(each).mean()
-    return (loss, _read(states[0], query, docs, score, scale)) if return_stats else loss
+    return (loss, _read(states[0], query, docs, away, score, scale)) if return_stats else loss
 
 
-def _states(query: Tensor, docs: list[Tensor], scale: float, directions: Sequence[str]) -> list[State]:
+def _states(
+    query: Tensor, docs: list[Tensor], away: list[Tensor], scale: float, directions: Sequence[str], hardness: Any
+) -> list[State]:
     positive = docs[0]
-    found = {"query_to_doc": Bank(torch.cat(docs)).state(query, scale)}
+    everybody = [
+        torch.cat([mine, theirs]) for mine, theirs in zip((query, *docs), away, strict=True)
+    ]  # one's own first
+    mode, strength = hardness
+    if mode is None or strength == 0.0:
+        found = {"query_to_doc": Bank(torch.cat(everybody[1:])).state(query, scale)}
+    else:
+        found = {"query_to_doc": _tilted(query, docs, everybody[1:], scale, mode, strength)}
     if "query_to_query" in directions:
-        found["query_to_query"] = Bank(query, support.not_self()).state(query, scale)
+        found["query_to_query"] = Bank(everybody[0], support.not_self()).state(query, scale)
     if "doc_to_query" in directions:
-        found["doc_to_query"] = Bank(query).state(positive, scale)
+        found["doc_to_query"] = Bank(everybody[0]).state(positive, scale)
     if "doc_to_doc" in directions:
         # documents of one's own query are no negatives: one hole in each column
-        state = Bank(docs[0], support.not_self()).state(positive, scale)
-        for column in docs[1:]:
-            state = state.merge(Bank(column, support.not_self()).state(positive, scale))
-        found["doc_to_doc"] = state
+        found["doc_to_doc"] = _merged([Bank(x, support.not_self()).state(positive, scale) for x in everybody[1:]])
     return [found["query_to_doc"], *(found[name] for name in directions if name != "query_to_doc")]
 
 
+def _tilted(
+    query: Tensor, own: list[Tensor], everybody: list[Tensor], scale: float, mode: str, strength: float
+) -> State:
+    """One's own positive as it is; one's own hard negatives and everybody else's documents with or without a weight."""
+    of_others, hard = (strength if mode in (name, "all_negatives") else 0.0 for name in _HARDNESS[:2])
+    banks = [Bank(own[0][:, None]), *(Bank(x, support.not_self(), of_others) for x in everybody)]
+    if len(own) > 1:
+        banks.append(Bank(torch.stack(own[1:], 1), None, hard))
+    return _merged([bank.state(query, scale) for bank in banks])
+
+
+def _merged(states: list[State]) -> State:
+    return functools.reduce(lambda a, b: a.merge(b), states)
+
+
 @torch.no_grad()
-def _read(whole: State, query: Tensor, docs: Sequence[Tensor], score: Tensor, scale: float) -> ContrastStats:
+def _read(
+    whole: State, query: Tensor, docs: Sequence[Tensor], away: Sequence[Tensor], score: Tensor, scale: float
+) -> ContrastStats:
     """The queries among all documents: those of others, and every column of negatives."""
-    banks = [Bank(docs[0], support.not_self()), *(Bank(column) for column in docs[1:])]
-    negatives = banks[0].state(query, scale)
-    for bank in banks[1:]:
-        negatives = negatives.merge(bank.state(query, scale))
+    columns = [torch.cat([mine, theirs]) for mine, theirs in zip(docs, away[1:], strict=True)]
+    banks = [Bank(columns[0], support.not_self()), *(Bank(column) for column in columns[1:])]
+    negatives = _merged([bank.state(query, scale) for bank in banks])
     positive = positive_score(query, docs[0], 1.0)
     rank = torch.stack([above(bank, query, positive) for bank in banks]).sum(0)
     moments = similarity_moments(banks, query, positive, [positive])

@@ -1,6 +1,7 @@
 """Face 3: attention, its variants, positions, and long sequences in blocks."""
 
 from partita.attn.bias import ALiBi, Bias, RelativeBias, alibi_slopes
+from partita.attn.distill import attention_divergence
 from partita.attn.hierarchy import blockwise_attention, hierarchical_attention
 from partita.attn.pairwise import PairHook, ScaleInvariant, pair_attention
 from partita.attn.positions import rotary, sinusoidal
@@ -23,6 +24,7 @@ __all__ = [
     "TopK",
     "alibi_slopes",
     "attention",
+    "attention_divergence",
     "blockwise_attention",
     "gumbel_attention",
     "hard_attention",

@@ -140,11 +140,11 @@ class RelativeBias(Bias):
 class Gumbel(Bias):
     """Standard Gumbel noise, remade from its seed for any block of rows: adding it makes the argmax a sample."""
 
-    seed: int
+    seed: int | None  # None inside a graph, which has one block of rows and torch's own random numbers
     batch: tuple[int, ...]
 
     def rows(self, rows: slice, n_query: int, n_key: int, like: Tensor) -> Tensor:
-        source = torch.Generator(like.device).manual_seed(self.seed + rows.start)
+        source = None if self.seed is None else torch.Generator(like.device).manual_seed(self.seed + rows.start)
         shape, dtype = (*self.batch, rows.stop - rows.start, n_key), _dtype(like)
         waiting = torch.empty(shape, dtype=dtype, device=like.device).exponential_(generator=source)
         return -waiting.clamp(min=torch.finfo(dtype).tiny).log()

@@ -32,8 +32,7 @@ def state_with_dropout(problem: Problem, value: Tensor, p: float) -> State:
     """The state of all keys, whose moment has lost the dropped values and makes up for them on average."""
     problem = problem.resolved()
     batch = problem.batch(value)
-    # a graph has no seed to remember: while tracing, torch's own random numbers (which it can replay) are the mask
-    seed = None if torch.compiler.is_compiling() else draw_seed(value.device)
+    seed = draw_seed(value.device)
 
     def run(rows: slice) -> State:
         kept = _mask((*batch, rows.stop - rows.start, problem.n_key), p, seed, rows.start, value.device)
@@ -47,8 +46,17 @@ def state_with_dropout(problem: Problem, value: Tensor, p: float) -> State:
     return states_by_rows(run, problem.blocks(value))
 
 
-def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> int:
-    """A seed from torch's generator of that device, so that torch.manual_seed governs what follows."""
+def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> int | None:
+    """A seed from torch's generator of that device, so that torch.manual_seed governs what follows.
+
+    None while tracing: a graph has no seed to remember, it replays torch's own random numbers.
+    """
+    if torch.compiler.is_compiling():
+        if generator is not None:
+            raise ValueRangeError(
+                "a compiled graph has no generator: leave it None, torch.manual_seed governs the draw."
+            )
+        return None
     return int(torch.randint(1 << 62, (), device=device, generator=generator).item())
 
 

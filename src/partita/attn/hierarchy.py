@@ -6,7 +6,6 @@ hierarchical   own block exactly, every other block as one summary key          
 
 from __future__ import annotations
 
-import math
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,11 @@ def blockwise_attention(
     """
     check_whole("block", block, least=1)
     problem = Problem.of(query, key, **options).resolved()
-    parts = [slice(i, min(i + block, problem.n_key)) for i in range(0, max(1, problem.n_key), block)]
+    n = problem.n_key
+    if torch.compiler.is_compiling():  # nothing can be cut by size: one block holds all keys
+        parts = [slice(0, n)]
+    else:
+        parts = [slice(i, min(i + block, n)) for i in range(0, max(1, n), block)]
     states = [problem.keys(part).state(value[..., part, :]) for part in parts]
     return finish(reduce(State.merge, states), value, None, return_stats)
 
@@ -85,13 +88,13 @@ def hierarchical_attention(
 
 
 def _sizes(n: int, block: int, device: torch.device) -> Tensor:
-    full, rest = divmod(n, block)
-    return torch.tensor([float(block)] * full + [float(rest)] * (rest > 0), dtype=finest(device), device=device)
+    many = -(-n // block)
+    return (n - block * torch.arange(many, device=device)).clamp(max=block).to(finest(device))
 
 
 def _means(x: Tensor, block: int) -> Tensor:  # (..., n, dim) -> (..., blocks, dim)
     n = x.shape[-2]
-    many = math.ceil(n / block)
+    many = -(-n // block)
     padded = torch.nn.functional.pad(x, (0, 0, 0, many * block - n))
     blocks = padded.reshape(*x.shape[:-2], many, block, x.shape[-1])
     return blocks.sum(-2) / _sizes(n, block, x.device)[:, None].to(x.dtype)

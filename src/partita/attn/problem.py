@@ -116,8 +116,7 @@ class Problem:
         scale, support = self.scale, self.support
         if isinstance(scale, Tensor) and scale.dim() and scale.shape[-1] != 1:
             scale = scale[..., rows]
-        if support is not None and (rows.start, rows.stop) != (0, self.n_query):
-            support = RowsOf(support, rows.start, self.n_query)
+        support = None if support is None else self._of_rows(support, rows)
         support = support if also is None else both(support, also)
         return self._gibbs(self.query[..., rows, :], scale, self._bias(rows), support)
 
@@ -125,7 +124,9 @@ class Problem:
         """The distribution of all rows over some of the keys of a resolved problem."""
         bias = self._bias(slice(0, self.n_query))
         bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., cols]
-        support = None if self.support is None else KeysOf(self.support, cols.start, self.n_key)
+        support = self.support
+        if support is not None and (cols.start, cols.stop) != (0, self.n_key):
+            support = KeysOf(support, cols.start, self.n_key)
         return replace(self, key=self.key[..., cols, :])._gibbs(self.query, self.scale, bias, support)
 
     def divided(self, temperature: float, noise: Bias) -> Problem:
@@ -160,9 +161,14 @@ class Problem:
         """-inf where a key is not visible."""
         if self.support is None:
             return scores
-        part = RowsOf(self.support, rows.start, self.n_query)
-        seen = part.dense(rows.stop - rows.start, self.n_key, scores.shape[:-2], scores.device)
+        seen = self._of_rows(self.support, rows).dense(
+            rows.stop - rows.start, self.n_key, scores.shape[:-2], scores.device
+        )
         return torch.where(seen, scores, -torch.inf)
+
+    def _of_rows(self, support: Support, rows: slice) -> Support:
+        whole = (rows.start, rows.stop) == (0, self.n_query)
+        return support if whole else RowsOf(support, rows.start, self.n_query)
 
     def _bias(self, rows: slice) -> Tensor | None:
         bias = self.bias

@@ -55,8 +55,10 @@ class KeysOf(Support):
 
 def blocks(n_query: int, n_key: int, batch: Sequence[int]) -> list[slice]:
     """Blocks of rows with about `_CELLS` pairs each; one block while tracing, where nothing can be cut by size."""
+    if torch.compiler.is_compiling():
+        return [slice(0, n_query)]
     step = max(_FEWEST, _CELLS // max(1, n_key * math.prod(batch)))
-    if torch.compiler.is_compiling() or n_query <= step:
+    if n_query <= step:
         return [slice(0, n_query)]
     return [slice(i, min(i + step, n_query)) for i in range(0, n_query, step)]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from partita._overrides import overridable
@@ -14,7 +15,8 @@ from partita.attn.problem import Options, Problem, distribution
 from partita.attn.rows import states_by_rows
 from partita.attn.sink import sink_per_row
 from partita.engine import State, Stats
-from partita.gibbs import plain_attention
+from partita.errors import ValueRangeError
+from partita.gibbs import Gibbs, plain_attention
 from partita.precision import output_dtype
 from partita.processes import processes_of
 from partita.scale import Policy
@@ -59,6 +61,25 @@ def attention(
     return_stats: Literal[True],
     group: object | None = None,
 ) -> tuple[Tensor, Stats]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | Tensor | Policy | None = None,
+    enable_gqa: bool = False,
+    *,
+    support: Support | None = None,
+    bias: Tensor | Bias | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    return_stats: bool = False,
+    return_received: Literal[True],
+    group: object | None = None,
+) -> tuple[Any, ...]: ...
 @overridable
 def attention(
     query: Tensor,  # (..., heads, n_query, dim)
@@ -75,8 +96,9 @@ def attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
     return_stats: bool = False,
+    return_received: bool = False,
     group: object | None = None,
-) -> Tensor | tuple[Tensor, Stats]:
+) -> Tensor | tuple[Any, ...]:
     """The mean value each query sees: E[value_j] for j drawn from Gibbs(query, key).
 
         out_i = sum_j p(j|i) value_j          p(j|i) = exp(scale * <query_i, key_j> + bias_ij) / Z_i
@@ -92,11 +114,15 @@ def attention(
     bias: a tensor, or a rule over positions (`ALiBi`, `RelativeBias`) that is never written out whole.
     sink: a score per head, (heads,) or broadcastable to the rows, of a key with value 0 that joins the denominator.
     dropout_p: weights dropped at random, whatever the mode of any module; statistics are those before dropout.
+    return_received: also what each key receives from all rows, (..., key heads, n_key), last in the result: the sums of
+        the columns of the weights before dropout, a sink's share taken off (M-COL-1).
     group: a torch.distributed group (or DeviceMesh) over which the sequence is spread: each rank passes its slice of
         query, key and value, in rank order or in that of `partita.distributed.zigzag(group)`, and gets the outputs and
         statistics of its own rows. Supports and masks speak of positions in the whole sequence.
     """
     if group is not None:
+        if return_received:
+            raise ValueRangeError("return_received needs every row in one process; leave out group.")
         call = ShardedAttention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, support, bias, softcap, sink
         )  # fmt: skip
@@ -105,11 +131,11 @@ def attention(
     check_dropout(dropout_p)
     if (
         attn_mask is None and support is None and bias is None and softcap is None and sink is None
-        and dropout_p == 0.0 and (scale is None or type(scale) is float)
+        and dropout_p == 0.0 and (scale is None or type(scale) is float) and not return_received
     ):  # fmt: skip
         found = plain_attention(query, key, value, scale, is_causal, enable_gqa, return_stats)
         if found is not None:
-            return found if return_stats else found[0]  # type: ignore[return-value]
+            return found if return_stats else found[0]
     options: Options = {
         "attn_mask": attn_mask,
         "is_causal": is_causal,
@@ -120,14 +146,36 @@ def attention(
         "softcap": softcap,
     }
     if dropout_p == 0.0 and not isinstance(bias, Bias):
-        mean, state = distribution(query, key, **options).mean(value, statistics=return_stats)
-        return finish(state, value, sink, return_stats, mean)
+        p = distribution(query, key, **options)
+        mean, state = p.mean(value, statistics=return_stats or return_received)
+        out = finish(state, value, sink, return_stats, mean)
+        return _with(out, received_by_keys(p, sink)) if return_received else out
     problem = Problem.of(query, key, **options)
     if dropout_p > 0.0:
-        return finish(state_with_dropout(problem, value, dropout_p), value, sink, return_stats)
+        out = finish(state_with_dropout(problem, value, dropout_p), value, sink, return_stats)
+    else:
+        known = problem.resolved()
+        state = states_by_rows(lambda rows: known.rows(rows).state(value), known.blocks(value))
+        out = finish(state, value, sink, return_stats)
+    if not return_received:
+        return out
     known = problem.resolved()
-    state = states_by_rows(lambda rows: known.rows(rows).state(value), known.blocks(value))
-    return finish(state, value, sink, return_stats)
+    parts = [received_by_keys(known.rows(rows), sink, rows) for rows in known.blocks()]
+    return _with(out, torch.stack(parts).sum(0))
+
+
+def _with(out: Tensor | tuple[Tensor, Stats], received: Tensor) -> tuple[Any, ...]:
+    return (out, received) if isinstance(out, Tensor) else (*out, received)
+
+
+def received_by_keys(p: Gibbs, sink: Tensor | None, rows: slice | None = None) -> Tensor:
+    """What each key receives from the rows of p, less what a sink takes; `rows`: which of a larger problem they are."""
+    if sink is None:
+        return p.received()
+    state = p.state()
+    if rows is not None and sink.dim() >= 2 and sink.shape[-1] > 1:
+        sink = sink[..., rows]
+    return p.received(1 - state.sink_mass(sink_per_row(sink, state.mass)))
 
 
 def finish(

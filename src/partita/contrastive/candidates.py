@@ -35,6 +35,7 @@ class Bank:
     processes: Processes = ALONE  # whose keys they are, where they are not paired
     kind: int = 0  # whose sizes these keys have
     view: View | None = None  # in place of a support
+    used: Tensor | None = None  # (m,) of slots that may hold no key: which do; the others are zeros
 
     def state(self, query: Tensor, scale: float | Tensor, statistics: bool = True) -> State:
         """Sums over the keys each row may see."""
@@ -51,12 +52,19 @@ class Bank:
 
 
 def of_other_labels(
-    key: Tensor, labels: Tensor, key_labels: Tensor, hardness: float, processes: Processes, kind: int
+    key: Tensor,
+    labels: Tensor,
+    key_labels: Tensor,
+    hardness: float,
+    processes: Processes,
+    kind: int,
+    used: Tensor | None = None,
 ) -> Bank:
-    """Keys whose label is not the row's, sorted by label."""
+    """Keys whose label is not the row's, sorted by label; `used` as in `Bank`."""
     order = key_labels.sort(stable=True)[1]
-    view = other_labels(labels, processes.gather_rows(key_labels.long(), kind))
-    return Bank(key[order], None, hardness, processes=processes, kind=kind, view=view)
+    shown = None if used is None else used[order]
+    view = other_labels(labels, processes.gather_rows(key_labels.long(), kind), shown)
+    return Bank(key[order], None, hardness, processes=processes, kind=kind, view=view, used=shown)
 
 
 def agree(

@@ -19,7 +19,7 @@ from partita.errors import ShapeError
 from partita.processes import View
 from partita.support import Support
 
-__all__ = ["AbovePositive", "Exclusion", "Guide", "OtherLabel", "other_labels", "sort_by_label"]
+__all__ = ["AbovePositive", "Exclusion", "Guide", "InUse", "OtherLabel", "other_labels", "sort_by_label"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,20 @@ class OtherLabel(Support):
         return Term(stop=first), Term(start=last)
 
 
+@dataclass(frozen=True, eq=False)
+class InUse(Support):
+    """Slots that hold a key, of a bank that may have room left; a key after the last slot is seen too."""
+
+    used: Tensor  # (m,) bool
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.used,)
+
+    def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
+        keep = torch.nn.functional.pad(self.used, (0, n_key - self.used.shape[0]), value=True)
+        return (Term(mask=keep.view(*[1] * (len(batch) + 1), n_key)),)
+
+
 def sort_by_label(labels: Tensor, key_labels: Tensor) -> tuple[Tensor, OtherLabel]:
     """An order of the keys, and the support of the keys in that order whose label differs from the row's."""
     ordered, order = key_labels.sort(stable=True)
@@ -46,15 +60,19 @@ def sort_by_label(labels: Tensor, key_labels: Tensor) -> tuple[Tensor, OtherLabe
     return order, OtherLabel(first, last)
 
 
-def other_labels(labels: Tensor, every: Sequence[Tensor]) -> View:
-    """Which keys of each rank, sorted by label, have another label than the row; `every` are the ranks' key labels."""
+def other_labels(labels: Tensor, every: Sequence[Tensor], used: Tensor | None = None) -> View:
+    """Which keys of each rank, sorted by label, have another label than the row; `every` are the ranks' key labels.
+
+    used: of the keys in that order, those that count.
+    """
     ordered = [known.sort(stable=True)[0] for known in every]
 
     def view(source: int, n: int) -> list[tuple[slice, int, Support]]:
         own = labels.long().contiguous()
         first = torch.searchsorted(ordered[source], own)
         last = torch.searchsorted(ordered[source], own, right=True)
-        return [(slice(0, n), 0, OtherLabel(first, last))]
+        seen: Support = OtherLabel(first, last)
+        return [(slice(0, n), 0, seen if used is None else seen & InUse(used))]
 
     return view
 

@@ -19,7 +19,7 @@ from partita.contrastive.candidates import (
     resolve_scale,
 )
 from partita.contrastive.diagonal import diagonal_loss
-from partita.contrastive.exclude import Exclusion
+from partita.contrastive.exclude import Exclusion, InUse
 from partita.contrastive.queue import Queue
 from partita.contrastive.readout import above, readout, similarity_moments
 from partita.engine import State, Stats
@@ -85,12 +85,16 @@ def info_nce_loss(
         _check_one_scale(scale, symmetric, hardness)
         q, k = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
         negatives = None if negative_keys is None else prepare("negative_keys", negative_keys, normalize)
-        for other in (k, negatives, None if queue is None else queue.keys.to(k.dtype)):
+        for other in (k, negatives, None if queue is None else queue.slots()[0].to(k.dtype)):
             if other is not None:
                 processes.probe(q, other if other.dim() == 2 else other[..., :0, :], scale)
     rules = (reduction, negative_mode, normalize, symmetric, return_stats, labels is None, hardness, decoupled)
     given = {"query": query, "positive_key": positive_key, "negative_keys": negative_keys}
-    kinds = [len(query), 0 if negative_keys is None else len(negative_keys), 0 if queue is None else len(queue)]
+    kinds = [
+        len(query),
+        0 if negative_keys is None else len(negative_keys),
+        0 if queue is None else queue.slots()[0].shape[0],
+    ]
     processes = agree(processes, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
     dtype = loss_dtype(query)
     plain = negative_keys is None and labels is None and exclude is None and queue is None
@@ -133,11 +137,13 @@ def _banks(
     else:
         banks.append(of_other_labels(k, labels, labels, hardness, processes, 0))
     if queue is not None and any(processes.sizes[2]):
-        keys = queue.keys.to(k.dtype)
-        if labels is not None and queue.labels is not None:
-            banks.append(of_other_labels(keys, labels, queue.labels, hardness, processes, 2))
+        kept, kept_labels, used = queue.slots()
+        keys = kept.to(k.dtype)
+        if labels is not None and kept_labels is not None:
+            banks.append(of_other_labels(keys, labels, kept_labels, hardness, processes, 2, used))
         else:
-            banks.append(Bank(keys, None, hardness, processes=processes, kind=2))
+            shown = None if used is None else InUse(used)
+            banks.append(Bank(keys, shown, hardness, processes=processes, kind=2, used=used))
     return banks
 
 

@@ -50,6 +50,16 @@ class Queue(nn.Module):
     def __len__(self) -> int:
         return int(self._filled)
 
+    def slots(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Keys, their labels if it keeps them, and which of them are in use: None says all.
+
+        A graph has no size that depends on how many there are: it takes every slot, and a mask.
+        """
+        if not torch.compiler.is_compiling():
+            return self.keys, self.labels, None
+        used = torch.arange(self.size, device=self._store.device) < self._filled
+        return self._store.clone(), self._labels.clone() if self.labelled else None, used
+
     @property
     def keys(self) -> Tensor:  # (len, dim)
         """What is in the queue, without gradient; a copy, so that a later push spoils no graph."""
@@ -69,12 +79,12 @@ class Queue(nn.Module):
         if (labels is None) == self.labelled or (labels is not None and labels.shape != keys.shape[:1]):
             raise ShapeError("a labelled queue takes one label per key, a plain one none.")
         keys = keys[-self.size :]
-        slots = (int(self._next) + torch.arange(len(keys), device=self._store.device)) % self.size
+        slots = (self._next + torch.arange(len(keys), device=self._store.device)) % self.size
         self._store[slots] = (to_unit(keys, dim=-1) if self.normalize else keys).to(self._store)
         if labels is not None:
             self._labels[slots] = labels[-self.size :].to(self._labels)
-        self._next.fill_((int(self._next) + len(keys)) % self.size)
-        self._filled.fill_(min(self.size, len(self) + len(keys)))
+        self._next.copy_((self._next + len(keys)) % self.size)
+        self._filled.copy_((self._filled + len(keys)).clamp(max=self.size))
 
     def extra_repr(self) -> str:
         return f"size={self.size}, dim={self.dim}, filled={len(self)}"

@@ -50,6 +50,19 @@ class ContrastStats(_ContrastFields, LossStats):  # type: ignore[misc]  # tuples
     __slots__ = ()
     __repr__ = Stats.__repr__
 
+    @property
+    def information_cap(self) -> Tensor:
+        """The most that a loss with so many candidates can say, log(1 + negatives), the mean over the anchors."""
+        return self.negatives.log1p().mean()
+
+    @property
+    def information_bound(self) -> Tensor:
+        """Mutual information of anchor and positive is at least this, in expectation: the cap minus the mean nll.
+
+        What `partita.mutual_information_bound` says of the loss, for as many candidates as each anchor really had.
+        """
+        return self.information_cap - self.nll.detach().mean()
+
 
 class _LabelFields(NamedTuple):
     log_partition: Tensor
@@ -136,7 +149,8 @@ def similarity_moments(
     left_out: similarities (n,) of keys in the banks that are no negatives.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
-    count, first, second = 0, torch.zeros_like(positive), torch.zeros_like(positive)
+    count: int | Tensor = 0
+    first, second = torch.zeros_like(positive), torch.zeros_like(positive)
     for bank in banks:
         rows, key = query.to(dtype), bank.key.to(dtype)
         if key.dim() == 3:
@@ -146,10 +160,12 @@ def similarity_moments(
             sums, squares = (bank.processes.added(x) for x in (key.sum(0), key.mT @ key))
             sizes = bank.processes.sizes  # none where nobody had to be asked
             keys = sum(sizes[bank.kind]) if sizes else key.shape[-2]
+            keys = keys if bank.used is None else bank.used.sum()  # type: ignore[assignment]
             first = first + rows @ sums
             second = second + ((rows @ squares) * rows).sum(-1)
-        count += keys
+        count = count + keys
     for one in left_out:
         first, second, count = first - one, second - one.square(), count - 1
-    mean = first / max(count, 1)
-    return mean, (second / max(count, 1) - mean.square()).clamp(min=0.0)
+    n = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+    mean = first / n
+    return mean, (second / n - mean.square()).clamp(min=0.0)

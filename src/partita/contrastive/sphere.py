@@ -8,8 +8,6 @@ Both are defined for unit vectors only.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -19,6 +17,7 @@ from partita.contrastive.candidates import check_pairs, prepare
 from partita.engine import State
 from partita.errors import ShapeError
 from partita.gibbs import Gibbs
+from partita.precision import log_of
 from partita.rows import check_unit, reduce_rows
 
 __all__ = ["alignment", "uniformity"]
@@ -52,7 +51,7 @@ def uniformity(x: Tensor, *, sharpness: float = 2.0, normalize: bool = True) -> 
     unit, n = _unit("x", x, normalize), len(x)
     rows = Gibbs(unit, unit, scale=2 * sharpness, support=supports.not_self()).log_partition()
     total = State.of(rows[None]).log_partition()[0]
-    return (total - math.log(n * (n - 1)) - 2 * sharpness).to(x.dtype)
+    return (total - log_of(n * (n - 1), x.device) - 2 * sharpness).to(x.dtype)
 
 
 def _unit(name: str, vectors: Tensor, normalize: bool) -> Tensor:

@@ -165,7 +165,8 @@ def _label_sums(
     dtype = torch.promote_types(x.dtype, torch.float32)
     labels, key_labels = labels.long().contiguous(), key_labels.long().contiguous()
     every = processes.gather_rows(key_labels, 1)
-    known = torch.cat(every).unique()
+    # sums go to the place where a label first comes; while tracing nobody knows how many differ, and every key has one
+    known = torch.cat(every).sort()[0] if torch.compiler.is_compiling() else torch.cat(every).unique()
     if len(known) > max(processes.sizes[1]):  # more sums than a rank has keys: they go round in blocks
         return _label_sums_round(processes, x, labels, keys, every)
     of_key = torch.searchsorted(known, key_labels)

@@ -4,7 +4,8 @@
     Gradients   the gradients of a pass; itself differentiable once, tile by tile
 
 The operators `partita::reduce` and `partita::reduce_backward` hide the backend, so that torch.compile sees one node and
-a profiler one name; where nobody looks they are left out.
+a profiler one name; where nobody looks they are left out. While tracing the first is called as it is: it brings its own
+derivative, by the same formulas. Checks of values, which a tracer cannot make, are made when it runs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from torch import Tensor, library
 
 from partita.engine import backends
 from partita.engine.backends import tiled
-from partita.engine.request import Request
+from partita.engine.request import Request, check_values
 from partita.engine.state import Stats, raw_gradients
 from partita.engine.sums import OPERANDS, Sums, Upstream
 from partita.engine.terms import pack, unpack
 from partita.precision import no_autocast
 
-__all__ = ["Pass", "Plan", "backward", "forward", "reduce"]
+__all__ = [
+    "OPERANDS_SCHEMA", "PLAN_SCHEMA", "Gradients", "Pass", "Plan", "assemble", "backward", "forward", "gradients",
+    "read", "reduce",
+]  # fmt: skip
 
 _ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the operands in `Gradients`
 _ABSENT = 0  # the size of an output that was not asked for: an operator has no optional results
@@ -33,7 +37,11 @@ _ABSENT = 0  # the size of an output that was not asked for: an operator has no 
 def forward(request: Request, backend: str = "") -> Sums:
     """The pass by a backend, without a graph."""
     with no_autocast(request.query), torch.no_grad():
-        return backends.choose(request, backend).forward(request)
+        sums = backends.choose(request, backend).forward(request)
+        if request.extremes and sums.places is None:  # a backend may leave the ends of a row to the tiles
+            ends = tiled.forward(replace(request, value=None, target=None, rank=False, statistics=False, mean=False))
+            sums = sums._replace(least=ends.least, places=ends.places)
+        return sums
 
 
 def backward(
@@ -55,17 +63,19 @@ class Plan:
     statistics: bool
     mean: bool
     backend: str  # "": chosen when the pass runs, since it is not known while tracing
+    extremes: bool = False
 
     @staticmethod
     def of(request: Request, backend: str) -> tuple[Plan, tuple[Tensor | None, ...]]:
         """The plan, and all tensors of the request."""
         support, layout = pack(request.terms)
         r = request
-        plan = Plan(layout, r.softcap, r.cap_bias, r.rank, r.statistics, r.mean, backend)
+        plan = Plan(layout, r.softcap, r.cap_bias, r.rank, r.statistics, r.mean, backend, r.extremes)
         return plan, (r.query, r.key, r.value, r.scale, r.bias, r.target, *support)
 
-    def options(self) -> tuple[list[int], float | None, bool, bool, bool, bool, str]:
-        return self.layout, self.softcap, self.cap_bias, self.rank, self.statistics, self.mean, self.backend
+    def options(self) -> tuple[list[int], float | None, bool, bool, bool, bool, str, bool]:
+        flags = (self.cap_bias, self.rank, self.statistics, self.mean)
+        return self.layout, self.softcap, *flags, self.backend, self.extremes
 
     def request(self, tensors: Sequence[Tensor | None]) -> Request:
         """The request these tensors belong to."""
@@ -76,7 +86,7 @@ class Plan:
         assert scale is not None
         return Request(
             query, key, value, scale, bias, target, terms, self.softcap, self.cap_bias,
-            rank=self.rank, statistics=self.statistics, mean=self.mean,
+            rank=self.rank, statistics=self.statistics, mean=self.mean, extremes=self.extremes,
         )  # fmt: skip
 
 
@@ -90,12 +100,14 @@ def _flat(sums: Sums) -> tuple[Tensor, ...]:
     peak = sums.peak.double()
     out = (none.clone() if x is None else x.contiguous() for x in sums[1:9])
     rank = none.clone().long() if sums.rank is None else sums.rank
-    return peak, *out, rank
+    least = none.clone() if sums.least is None else sums.least
+    places = none.clone().long() if sums.places is None else sums.places
+    return peak, *out, rank, least, places
 
 
 def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
     """The same record again."""
-    peak, mass, count, first, spread, statistics, moment, mean, score, rank = out
+    peak, mass, count, first, spread, statistics, moment, mean, score, rank, least, places = out
     there = request.statistics
     valued, aimed = request.value is not None, request.target is not None
     return Sums(
@@ -109,34 +121,42 @@ def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
         mean if valued and request.mean else None,
         score if aimed else None,
         rank if aimed and request.rank else None,
+        least if request.extremes else None,
+        places if request.extremes else None,
         node,
     )
 
 
-_OPERANDS = "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
-_PLAN = "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend"
+OPERANDS_SCHEMA = (
+    "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
+)
+PLAN_SCHEMA = (
+    "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend, bool extremes"
+)
 _GIVEN = "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target"
 
-library.define("partita::reduce", f"({_OPERANDS}, {_PLAN}) -> ({', '.join(['Tensor'] * 10)})")
-library.define("partita::reduce_backward", f"({_OPERANDS}, {_PLAN}, {_GIVEN}, bool[] needs) -> Tensor[]")
+library.define("partita::reduce", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}) -> ({', '.join(['Tensor'] * 12)})")
+library.define("partita::reduce_backward", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}, {_GIVEN}, bool[] needs) -> Tensor[]")
 
 
-def _read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Sequence[Any]]:
+def read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Sequence[Any]]:
     """The plan, the tensors of the request, and what follows them in an operator's arguments."""
-    operands, support, plan, rest = arguments[:6], arguments[6], arguments[7:14], arguments[14:]
+    operands, support, plan, rest = arguments[:6], arguments[6], arguments[7:15], arguments[15:]
     layout, *options = plan
     return Plan(list(layout), *options), (*operands, *support), rest
 
 
 @library.impl("partita::reduce", "CompositeExplicitAutograd")
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    plan, tensors, _ = _read(arguments)
-    return _flat(forward(plan.request(tensors), plan.backend))
+    plan, tensors, _ = read(arguments)
+    request = plan.request(tensors)
+    check_values(request)
+    return _flat(forward(request, plan.backend))
 
 
 @library.register_fake("partita::reduce")  # type: ignore[untyped-decorator]
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    plan, tensors, _ = _read(arguments)
+    plan, tensors, _ = read(arguments)
     r = plan.request(tensors)
     rows = (*r.batch, r.n_query)
     values = (*rows, 0 if r.value is None else r.value.shape[-1])
@@ -156,18 +176,20 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         empty(valued and r.mean, values),
         empty(aimed),
         empty(aimed and r.rank, dtype=torch.int64),
+        empty(r.extremes),
+        empty(r.extremes, (2, *rows), torch.int64),
     )
 
 
 @library.impl("partita::reduce_backward", "CompositeExplicitAutograd")
 def _(*arguments: Any) -> list[Tensor]:
-    plan, tensors, (*rows, needs) = _read(arguments)
+    plan, tensors, (*rows, needs) = read(arguments)
     return _wanted(plan, tensors, rows, needs)
 
 
 @library.register_fake("partita::reduce_backward")  # type: ignore[untyped-decorator]
 def _(*arguments: Any) -> list[Tensor]:
-    _, tensors, (*_, needs) = _read(arguments)
+    _, tensors, (*_, needs) = read(arguments)
     return [t.new_empty(t.shape) for t, needed in zip(tensors[:5], needs, strict=True) if needed and t is not None]
 
 
@@ -188,7 +210,7 @@ def _wanted(
     g = Upstream.over((*request.batch, request.n_query), mass, first, second, moment, target)
     total = backward(request, peak, g, tuple(needs), plan.backend)
     return [
-        total[name].to(t.dtype)
+        total[name].to(t.dtype).contiguous()
         for name, t in zip(OPERANDS, tensors[:5], strict=True)
         if name in total and t is not None
     ]
@@ -208,49 +230,14 @@ class Pass(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.plan, request, *tensors = inputs
+        plan, request, *tensors = inputs
+        _remember(ctx, plan, tensors, output)
         ctx.seen = request is None  # operators are looked at
-        peak, mass, count, first, spread, _, _, mean, _, rank = output
-        ctx.mark_non_differentiable(peak, count, rank)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan = ctx.plan
-        *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
-        _, g_mass, _, g_first, g_spread, g_stats, g_moment, g_mean, g_target, _ = grads
-        none: list[Tensor | None] = [None] * (len(tensors) + 2)
-        if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target)):
-            return tuple(none)
-        by_name = {} if g_stats is None else dict(zip(Stats._fields, g_stats.unbind(), strict=False))
-        raw = raw_gradients(
-            mass,
-            first if plan.statistics else None,
-            spread if plan.statistics else None,
-            mean,
-            g_mass=g_mass,
-            g_first=g_first if plan.statistics else None,
-            g_spread=g_spread if plan.statistics else None,
-            g_mean=g_mean if plan.mean else None,
-            g_log_partition=by_name.get("log_partition"),
-            g_entropy=by_name.get("entropy"),
-            g_mean_score=by_name.get("mean_score"),
-            g_variance=by_name.get("score_variance"),
-        )
-        moment = raw.moment if plan.mean else g_moment
-        moment = None if tensors[2] is None else moment
-        target = None if tensors[5] is None else g_target
-        needs = [t is not None and ctx.needs_input_grad[2 + i] for i, t in enumerate(tensors[:5])]
-        given = (*tensors, peak, raw.mass, raw.first, raw.second, moment, target)
-        if torch.compiler.is_compiling():  # a compiled graph has no second derivative
-            found = _gradients(plan, needs, True, *given)
-        else:
-            found = Gradients.apply(plan, needs, ctx.seen, *given)  # type: ignore[no-untyped-call]
-        rest = iter(found)
-        for i, needed in enumerate(needs):
-            none[2 + i] = next(rest) if needed else None
-        return tuple(none)
+        found = _pulled_back(ctx, ctx.needs_input_grad[2:], grads)
+        return (None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - len(found)))
 
     @staticmethod
     def vmap(
@@ -258,8 +245,66 @@ class Pass(torch.autograd.Function):
     ) -> tuple[Any, Any]:
         moved = [_batched(t, d) for t, d in zip(tensors, in_dims[2:], strict=True)]
         out = list(Pass.apply(plan, None, *moved))  # type: ignore[no-untyped-call]
-        out[5] = out[5].movedim(0, 1) if out[5].dim() > 1 else out[5]  # statistics: the mapped dimension first here too
+        for i in (5, 11):  # statistics and places: the mapped dimension first here too
+            out[i] = out[i].movedim(0, 1) if out[i].dim() > 1 else out[i]
         return tuple(out), tuple(None if t.dim() == 1 and t.shape[0] == 0 else 0 for t in out)
+
+
+def _remember(ctx: Any, plan: Plan, tensors: Sequence[Tensor | None], output: tuple[Tensor, ...]) -> None:
+    """What the gradients of a pass are made from."""
+    peak, mass, count, first, spread, _, _, mean, _, *whole = output
+    ctx.plan = plan
+    ctx.mark_non_differentiable(peak, count, *whole)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
+
+
+def _pulled_back(ctx: Any, needed: Sequence[bool], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Gradients of query, key, value, scale and bias from those of a pass's results."""
+    plan = ctx.plan
+    *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
+    _, g_mass, _, g_first, g_spread, g_stats, g_moment, g_mean, g_target, *_ = grads
+    if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target)):
+        return [None] * len(OPERANDS)
+    by_name = {} if g_stats is None else dict(zip(Stats._fields, g_stats.unbind(), strict=False))
+    raw = raw_gradients(
+        mass,
+        first if plan.statistics else None,
+        spread if plan.statistics else None,
+        mean,
+        g_mass=g_mass,
+        g_first=g_first if plan.statistics else None,
+        g_spread=g_spread if plan.statistics else None,
+        g_mean=g_mean if plan.mean else None,
+        g_log_partition=by_name.get("log_partition"),
+        g_entropy=by_name.get("entropy"),
+        g_mean_score=by_name.get("mean_score"),
+        g_variance=by_name.get("score_variance"),
+    )
+    moment = raw.moment if plan.mean else g_moment
+    moment = None if tensors[2] is None else moment
+    target = None if tensors[5] is None else g_target
+    needs = [t is not None and need for t, need in zip(tensors[:5], needed, strict=False)]
+    given = (*tensors, peak, raw.mass, raw.first, raw.second, moment, target)
+    found = iter(Gradients.apply(plan, needs, ctx.seen, *given))  # type: ignore[no-untyped-call]
+    return [next(found) if need else None for need in needs]
+
+
+def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    plan, tensors, _ = read(inputs)
+    _remember(ctx, plan, tensors, output)
+    ctx.seen = True
+
+
+def _operator_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """As `Pass.backward`, in the shape of the operator's arguments: a list where they have one."""
+    query, key, value, scale, bias, target, support, layout, *options = ctx.needs_input_grad
+    found = _pulled_back(ctx, (query, key, value, scale, bias), grads)
+    none = [None if not isinstance(x, list) else [None] * len(x) for x in (target, support, layout, *options)]
+    return (*found, *none)
+
+
+library.register_autograd("partita::reduce", _operator_backward, setup_context=_setup_operator)
 
 
 def _batched(tensor: Tensor | None, dim: int | None, size: int | None = None) -> Tensor | None:
@@ -271,7 +316,8 @@ def _batched(tensor: Tensor | None, dim: int | None, size: int | None = None) ->
     return tensor.unsqueeze(0) if size is None else tensor.unsqueeze(0).expand(size, *tensor.shape)
 
 
-def _gradients(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+def gradients(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Those that are needed; as an operator where somebody looks."""
     given, rows = tensors[:-_ROWS], tensors[-_ROWS:]
     if not seen:
         return tuple(_wanted(plan, given, rows, needs))
@@ -283,7 +329,7 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return _gradients(plan, needs, seen, *tensors)
+        return gradients(plan, needs, seen, *tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
+import torch
 from torch import Tensor
 
-__all__ = ["align", "cut_entries", "split_heads"]
+__all__ = ["align", "cut_entries", "offsets", "split_heads"]
+
+_CACHED = 4096  # entries of an offset table that is kept for the next call
 
 
 def align(tensor: Tensor, n_batch: int, tail: int) -> Tensor:
@@ -29,3 +35,22 @@ def cut_entries(tensor: Tensor, axis: int, entries: slice) -> Tensor:
     if entries == slice(None) or tensor.shape[axis] == 1:
         return tensor
     return tensor.narrow(axis, entries.start, entries.stop - entries.start)
+
+
+def offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Where each batch entry of an operand starts, in elements: int64 of length B, 0 steps where it broadcasts."""
+    return (_kept_offsets if math.prod(batch) <= _CACHED else _offsets)(batch, shape, strides)
+
+
+def _offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    cpu = torch.device("cpu")  # named: a default device is not ours to follow
+    with torch.inference_mode(False):
+        table = torch.zeros(batch, dtype=torch.int64, device=cpu)
+        for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+            if size > 1:
+                steps = torch.arange(size, dtype=torch.int64, device=cpu) * stride
+                table += steps.view([-1 if i == dim else 1 for i in range(len(batch))])
+        return table.reshape(-1).contiguous()
+
+
+_kept_offsets = functools.lru_cache(maxsize=256)(_offsets)  # at most 8 MB

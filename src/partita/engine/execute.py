@@ -4,9 +4,13 @@
     attention(...)          plain attention that nobody follows, straight to a backend's own kernel
     weighted_nll(request)   a scalar, its gradients made going forward where a backend can
     both_ways(request)      nll of the diagonal by rows and by columns of one product, where a backend can
+    received(request)       what each key gets from all rows: the other margin; differentiable
+    divergence(p, q)        of two distributions over the same keys, per row; differentiable
+    weighted_divergence     a scalar of those, its gradients made going forward where a backend can
     accumulate(totals)      statistics of rows added up by heads, where a backend can
     forward, backward       one pass and its gradients without autograd, for those who bring their own (the ring)
-    score_tiles, scores     the scores themselves: tile by tile, or all at once
+    top, sample             keys chosen by their scores, tile by tile
+    scores                  the scores themselves, all at once
 
 Who may follow: autograd, a transform of torch.func or forward mode (they *differentiate*); a tracer, a dispatch mode, a
 profiler, a tensor subclass (they *look* at operators). If nobody does, a backend is called as a function.
@@ -14,7 +18,7 @@ profiler, a tensor subclass (they *look* at operators). If nobody does, a backen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,12 +26,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from partita.engine import autograd, backends
+from partita.engine import autograd, backends, selection
 from partita.engine.autograd import backward, forward
 from partita.engine.backends import tiled
-from partita.engine.fused import BothWaysNll, WeightedNll
+from partita.engine.fused import BothWaysNll, WeightedDivergence, WeightedNll
+from partita.engine.pair import Divergence, Question
+from partita.engine.received import Received, columns
 from partita.engine.request import Request
-from partita.engine.state import Stats
+from partita.engine.selection import sample
+from partita.engine.state import Stats, divided
 from partita.engine.sums import Sums
 from partita.precision import autocasts
 
@@ -36,10 +43,14 @@ __all__ = [
     "attention",
     "backward",
     "both_ways",
+    "divergence",
     "execute",
     "forward",
-    "score_tiles",
+    "received",
+    "sample",
     "scores",
+    "top",
+    "weighted_divergence",
     "weighted_nll",
 ]
 
@@ -55,13 +66,13 @@ class _Audience(NamedTuple):
 
 def _audience(tensors: Sequence[Tensor | None]) -> _Audience:
     """The one place where it is asked whether anybody differentiates, traces or looks."""
+    if torch.compiler.is_compiling():  # the operator brings its own derivative
+        return _Audience(False, True)
     recorded, ordinary, grad = False, True, torch.is_grad_enabled()
     for t in tensors:  # a plain loop: this is asked of every call, and most calls are short
         if t is not None:
             recorded = recorded or (grad and t.requires_grad)
             ordinary = ordinary and type(t) in _ORDINARY and not t.is_meta  # meta: shapes alone
-    if torch.compiler.is_compiling():
-        return _Audience(recorded, True)
     # in forward mode too the Function is asked: it has no such derivative and says so, where a backend would lose it
     transforms = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     looks = (
@@ -80,15 +91,64 @@ def execute(request: Request) -> Sums:
     audience = _audience((r.query, r.key, r.value, r.scale, r.bias))
     if not audience.differentiates and not audience.looks:
         return _ungrouped(forward(replace(r, last=True)), r)
-    name = "" if torch.compiler.is_compiling() else backends.current()
-    if name not in ("", "auto"):
-        backends.choose(r, name)  # a backend named by the user that cannot serve says so now
-    plan, tensors = autograd.Plan.of(r, name)
+    plan, tensors = autograd.Plan.of(r, _named(r))
     if not audience.differentiates:
         return _ungrouped(autograd.assemble(autograd.reduce(plan, tensors), r), r)
     out = autograd.Pass.apply(plan, None if audience.looks else r, *tensors)  # type: ignore[no-untyped-call]
-    node = None if audience.looks and torch.compiler.is_compiling() else out[1].grad_fn
-    return _ungrouped(autograd.assemble(out, r, node), r)
+    return _ungrouped(autograd.assemble(out, r, out[1].grad_fn), r)
+
+
+def _named(request: Request, other: Request | None = None) -> str:
+    """The backend the user named; one that cannot serve says so now. "": chosen when the pass runs."""
+    if torch.compiler.is_compiling():
+        return ""
+    name = backends.current()
+    if name != "auto":
+        backends.choose(request, name, other)
+    return name
+
+
+def received(request: Request, peak: Tensor, mass: Tensor, weight: Tensor) -> Tensor:  # (*b, K)
+    """sum_i weight_i p(j|i), for the peak and mass of the rows that a pass gave; groups of queries add up."""
+    r, shared = request, request.groups > 1
+    audience = _audience((r.query, r.key, r.scale, r.bias, weight))
+    if not audience.differentiates and not audience.looks:
+        out = columns(r, "", peak, divided(weight, mass), shared)
+    else:
+        plan, tensors = autograd.Plan.of(r, _named(r))
+        asked = None if audience.looks else r
+        out = Received.apply(plan, asked, shared, peak, mass, weight, *tensors)  # type: ignore[no-untyped-call]
+    return out.squeeze(-2) if shared else out
+
+
+def divergence(p: Request, q: Request, kind: str, beta: float) -> Tensor:  # (*b, Q)
+    """The divergence of every row of two requests with the same number of batch dimensions, rows and keys."""
+    audience = _audience((p.query, p.key, p.scale, p.bias, q.query, q.key, q.scale, q.bias))
+    ask, tensors = Question.of(p, q, kind, beta, _named(p, q))
+    requests = None if audience.looks else (p, q)
+    function = Divergence.apply if audience.differentiates or audience.looks else Divergence.forward
+    out: Tensor = function(ask, requests, *tensors)[0]
+    return p.ungroup(out)
+
+
+def weighted_divergence(p: Request, q: Request, kind: str, beta: float, weight: Tensor) -> Tensor:  # ()
+    """sum_i weight_i divergence_i; the weights have no gradient."""
+    operands = (p.query, p.key, p.scale, p.bias, q.query, q.key, q.scale, q.bias)
+    backend = _kernel("divergences", p, operands, q)
+    if backend is not None and backend.divergences is not None and backend.divergences.weighted is not None:
+
+        def again(*given: Tensor | None) -> Tensor:
+            one, other = (replace(r, **_named_operands(x)) for r, x in ((p, given[:4]), (q, given[4:])))
+            return (weight * divergence(one, other, kind, beta)).sum()
+
+        call = (backend.divergences, again, p, q, kind, beta, weight)
+        out: Tensor = WeightedDivergence.apply(*call, *operands)  # type: ignore[no-untyped-call]
+        return out
+    return (weight * divergence(p, q, kind, beta)).sum()
+
+
+def _named_operands(given: Sequence[Tensor | None]) -> dict[str, Any]:
+    return dict(zip(("query", "key", "scale", "bias"), given, strict=True))
 
 
 def _ungrouped(sums: Sums, request: Request) -> Sums:
@@ -129,8 +189,7 @@ def attention(
     if not grouped and (key.dim() < 3 or query.shape[-3] != key.shape[-3]):
         return None
     sharp = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
-    name = backends.current()
-    for entry in backends.TABLE.values() if name == "auto" else (backends.TABLE[name],):
+    for entry in backends.asked():
         if entry.attention is not None:
             found = entry.attention(query, key, value, sharp, causal, statistics)
             if found is not None:
@@ -143,8 +202,8 @@ def weighted_nll(request: Request, weight: Tensor) -> Tensor:  # ()
     r = request
     operands = (r.query, r.key, r.scale, r.bias)
     flat = r.query.dim() == 2 and not weight.requires_grad
-    backend = _kernel(r, operands) if flat else None
-    if backend is not None and backend.weighted_nll is not None:
+    backend = _kernel("weighted_nll", r, operands) if flat else None
+    if backend is not None:
         out: Tensor = WeightedNll.apply(backend, _again(r), r, weight, *operands)  # type: ignore[no-untyped-call]
         return out
     return (weight * execute(r).nll()).sum()
@@ -167,8 +226,8 @@ def both_ways(request: Request) -> tuple[Tensor, Tensor]:  # (n,), (n,)
     r = request
     operands = (r.query, r.key, r.scale)
     plain = r.query.dim() == 2 and r.n_query == r.n_key > 0 and r.scale.numel() == 1 and r.bias is None
-    backend = _kernel(r, operands) if plain and not r.terms and r.softcap is None else None
-    if backend is not None and backend.both_ways is not None:
+    backend = _kernel("both_ways", r, operands) if plain and not r.terms and r.softcap is None else None
+    if backend is not None:
         quiet = replace(r, query=r.query.detach(), key=r.key.detach(), scale=r.scale.detach(), target=_own(r.query))
         rows, columns = BothWaysNll.apply(backend, _diagonal, quiet, *operands)  # type: ignore[no-untyped-call]
         return rows, columns
@@ -186,12 +245,19 @@ def _diagonal(query: Tensor, key: Tensor, scale: Tensor, bias: Tensor | None = N
     return execute(asked).nll(), execute(turned).nll()
 
 
-def _kernel(request: Request, operands: Sequence[Tensor | None]) -> backends.Backend | None:
-    """The backend whose own kernels may be asked, for somebody who wants a gradient and nothing else."""
+def _kernel(
+    name: str, request: Request, operands: Sequence[Tensor | None], other: Request | None = None
+) -> backends.Backend | None:
+    """The backend whose own kernel of this name is asked, for somebody who wants a gradient and nothing else."""
     audience = _audience(operands)
     if audience.looks or not audience.differentiates:
         return None
-    return backends.choose(request)
+    named, requests = backends.current() != "auto", (request,) if other is None else (request, other)
+    for entry in backends.asked():
+        why_not = entry.why_no_loss or entry.why_not
+        if all((why_not(r) or (None if named else entry.unasked(r))) is None for r in requests):
+            return entry if getattr(entry, name) is not None else None
+    return None
 
 
 def accumulate(totals: Sequence[Tensor], *rows: Any) -> bool:
@@ -203,9 +269,10 @@ def accumulate(totals: Sequence[Tensor], *rows: Any) -> bool:
 # ---- the scores themselves ------------------------------------------------------------------------------------------
 
 
-def score_tiles(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice, Tensor]]]]:
-    """For each row tile its rows, and an iterator of (columns, scores) tiles; -inf is not visible. No gradient."""
-    return tiled.score_tiles(request)
+def top(request: Request, k: int) -> tuple[Tensor, Tensor]:  # (*b, Q, k) each
+    """The k best scores and their keys, best first, without a gradient; past the visible keys -inf and -1."""
+    r = request
+    return selection.top(r, k, kernels=not _audience((r.query, r.key, r.scale, r.bias)).looks)
 
 
 def scores(request: Request) -> Tensor:  # (*b, Q, K)

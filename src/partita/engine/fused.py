@@ -2,6 +2,7 @@
 
     WeightedNll   sum_i weight_i nll_i: the weights are known beforehand, gradients are made going forward; 3 products
     BothWaysNll   nll of the diagonal by rows and by columns of one score matrix, both from the same tile; 4 products
+    WeightedDivergence   sum_i weight_i of the divergences of two distributions, gradients made going forward
 
 Where a kernel gives up (something is not finite) and for second derivatives `again`, the ordinary pass, is asked.
 """
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.engine.backends.protocol import Backend
+from partita.engine.backends.protocol import Backend, Divergences
 from partita.engine.request import Request
 from partita.engine.sums import OPERANDS
 
-__all__ = ["BothWaysNll", "WeightedNll"]
+__all__ = ["BothWaysNll", "WeightedDivergence", "WeightedNll"]
 
 
 class WeightedNll(torch.autograd.Function):
@@ -59,6 +60,44 @@ class WeightedNll(torch.autograd.Function):
 def _times(x: Tensor, g: Tensor) -> Tensor:
     """x * g in place; a scalar loss that is differentiated itself has g = 1, which saves a pass over memory."""
     return x if float(g) == 1.0 else x.mul_(g)
+
+
+class WeightedDivergence(torch.autograd.Function):
+    """A scalar of two distributions whose gradients exist before they are asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Divergences,
+        again: Callable[..., Tensor],
+        p: Request,
+        q: Request,
+        kind: str,
+        beta: float,
+        weight: Tensor,
+        *operands: Tensor | None,  # query, key, scale, bias of both
+    ) -> Tensor:
+        assert kernels.weighted is not None
+        need = ctx.needs_input_grad[7:]
+        wanted = tuple((a, b, False, c, d) for a, b, c, d in (need[:4], need[4:]))
+        found = kernels.weighted(p, q, kind, beta, weight, (wanted[0], wanted[1]))
+        ctx.save_for_backward(*operands)
+        ctx.again = again
+        ctx.ahead = None
+        if found is None:
+            return again(*operands).detach()
+        record, *grads = found
+        names = ("query", "key", "scale", "bias")
+        ctx.ahead = [side.get(name) for side in grads for name in names]
+        return (weight * record.divergence(kind)).sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        none = (None,) * 7
+        if ctx.ahead is not None and not torch.is_grad_enabled():
+            ahead, ctx.ahead = ctx.ahead, None  # given away: a second backward recomputes
+            return (*none, *(None if x is None else _times(x, g) for x in ahead))
+        return (*none, *_recomputed(ctx.again, ctx.saved_tensors, (), (g,)))
 
 
 class BothWaysNll(torch.autograd.Function):

@@ -7,7 +7,6 @@ value have size 1: keys are never repeated.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from partita.precision import accumulation_dtype, autocasts, output_dtype
 if TYPE_CHECKING:
     from partita.support import Support
 
-__all__ = ["Request", "build", "extend"]
+__all__ = ["Request", "build", "check_values", "extend"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +41,7 @@ class Request:
     rank: bool = False
     statistics: bool = True  # first and second moments of the score
     mean: bool = False  # E[value] is wanted, not the moment it comes from
+    extremes: bool = False  # the smallest score, and where it and the largest stand
     as_query: bool = False  # and may lie in memory as the query does, as torch's own attention gives it
     last: bool = False  # no backward pass follows, which would need the same scores to the last bit
 
@@ -64,6 +64,15 @@ class Request:
         shapes = [t.shape[:-2] for t in (self.query, self.key, self.value, self.bias) if t is not None]
         shapes += [t.shape[:-1] for t in (self.scale, self.target) if t is not None]
         return _checks.broadcast(*shapes, *(term.batch for term in self.terms))
+
+    def with_batch(self, n_batch: int) -> Request:
+        """The same request with at least so many batch dimensions; those in front have size 1."""
+        if self.query.dim() - 2 >= n_batch:
+            return self
+        bias = None if self.bias is None else align(self.bias, n_batch, 2)
+        terms = tuple(term.align(n_batch) for term in self.terms)
+        query, key, scale = align(self.query, n_batch, 2), align(self.key, n_batch, 2), align(self.scale, n_batch, 1)
+        return replace(self, query=query, key=key, scale=scale, bias=bias, terms=terms)
 
     def ungroup(self, rows: Tensor, tail: int = 0) -> Tensor:
         """Row results with the heads in one dimension again; `tail` dimensions follow the rows."""
@@ -131,6 +140,7 @@ def extend(
     rank: bool = False,
     statistics: bool = True,
     mean: bool = False,
+    extremes: bool = False,
 ) -> Request | None:
     """The same request with a value or a target; None if they have more batch dimensions than it."""
     n_batch = request.query.dim() - 2 - (request.groups > 1)
@@ -152,7 +162,8 @@ def extend(
     named += [("value", value.shape[:-2])] if value is not None else []
     named += [("target", target.shape[:-1])] if target is not None else []
     _checks.broadcast_batch(named)
-    return replace(request, value=value, target=target, rank=rank, statistics=statistics, mean=mean, as_query=mean)
+    request = replace(request, value=value, target=target, rank=rank, statistics=statistics, extremes=extremes)
+    return replace(request, mean=mean, as_query=mean)
 
 
 def _check_value(value: Tensor, request: Request) -> None:
@@ -189,16 +200,27 @@ def _scale(scale: float | Tensor, query: Tensor) -> Tensor:
                 f"scale must broadcast to the rows (..., {query.shape[-2]}); got {_checks.shape_text(scale)}. "
                 f"A scale per head is scale[:, None]."
             )
-        if _checks.has_values(scale) and scale.device.type == "cpu" and not bool(scale.isfinite().all()):
-            raise ValueRangeError("scale must be finite; the tensor given holds nan or inf.")
+        _check_finite(scale)
         scale = scale.to(device=query.device, dtype=dtype)
         return scale if scale.dim() else scale[None]
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not _checks.finite(scale):
         raise ValueRangeError(
             f"scale must be a finite number, a tensor or a policy of partita.scale; got {scale!r}. "
             f"None means 1 (1/sqrt(dim) in attention)."
         )
     return torch.full((1,), float(scale), dtype=dtype, device=query.device)
+
+
+def _check_finite(scale: Tensor) -> None:
+    if _checks.has_values(scale) and scale.device.type == "cpu" and not bool(scale.isfinite().all()):
+        raise ValueRangeError("scale must be finite; the tensor given holds nan or inf.")
+
+
+def check_values(request: Request) -> None:
+    """What `build` and `extend` ask of values, for a request that was built where there were none."""
+    _check_finite(request.scale)
+    if request.target is not None:
+        _checks.check_target(request.target, request.n_key)
 
 
 def _groups(query: Tensor, key: Tensor) -> int:

@@ -31,6 +31,8 @@ class Sums(NamedTuple):
     mean: Tensor | None = None  # (*b, Q, V): E[value], where the request asks for it and not for the moment
     target_score: Tensor | None = None  # (*b, Q)
     rank: Tensor | None = None  # (*b, Q) int64
+    least: Tensor | None = None  # (*b, Q): the smallest score, +inf on an empty row
+    places: Tensor | None = None  # (2, *b, Q) int64: the first key of the largest score and of the smallest, or -1
     node: torch.autograd.graph.Node | None = None  # of the pass, where somebody differentiates it
 
     @staticmethod

@@ -117,7 +117,7 @@ def _both(a: Tensor | None, b: Tensor | None, join: object) -> Tensor | None:
 
 
 def _join_segments(a: Term, b: Term) -> tuple[Tensor | None, Tensor | None]:
-    """Two pairs of ids become one: pairs are relabelled by their rank, so that equal means equal in both."""
+    """Two pairs of ids become one, so that equal means equal in both."""
     if a.query_segment is None or b.query_segment is None:
         chosen = b if a.query_segment is None else a
         return chosen.query_segment, chosen.key_segment
@@ -125,10 +125,16 @@ def _join_segments(a: Term, b: Term) -> tuple[Tensor | None, Tensor | None]:
     assert b.key_segment is not None
     queries = torch.stack(torch.broadcast_tensors(a.query_segment, b.query_segment), -1)
     keys = torch.stack(torch.broadcast_tensors(a.key_segment, b.key_segment), -1)
-    flat = torch.cat([queries.reshape(-1, 2), keys.reshape(-1, 2)])
-    label = torch.unique(flat, dim=0, return_inverse=True)[1]
+    one, other = torch.cat([queries.reshape(-1, 2), keys.reshape(-1, 2)]).unbind(-1)
+    label = _places(_places(one) * one.shape[0] + _places(other))
     cut = math.prod(queries.shape[:-1])
     return label[:cut].view(queries.shape[:-1]), label[cut:].view(keys.shape[:-1])
+
+
+def _places(ids: Tensor) -> Tensor:
+    """Ids as the place where each first comes in their order: small numbers, without asking how many there are."""
+    ids = ids.contiguous()
+    return torch.searchsorted(ids.sort()[0], ids)
 
 
 def pack(terms: Sequence[Term]) -> tuple[list[Tensor], list[int]]:
@@ -193,10 +199,8 @@ def visible(terms: Sequence[Term], n_query: int, n_key: int, batch: Sequence[int
         return torch.full(shape, n_key, dtype=torch.int64, device=device)
     if len(terms) == 1 and terms[0].mask is None:
         return _interval_count(terms[0], n_query, n_key, device).expand(shape)
-    step = max(1, _ROWS_AT_ONCE // max(1, n_key * math.prod(batch)))
     parts = []
-    for first in range(0, n_query, step):
-        rows = slice(first, min(first + step, n_query))
+    for rows in _rows_at_once(n_query, n_key * math.prod(batch)):
         part = window_mask(terms, rows, slice(0, n_key), device)
         width = rows.stop - rows.start
         if part is None:
@@ -204,6 +208,14 @@ def visible(terms: Sequence[Term], n_query: int, n_key: int, batch: Sequence[int
         else:
             parts.append(part.expand(*part.shape[:-2], width, n_key).sum(-1).expand(*batch, width))
     return torch.cat(parts, -1) if parts else torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+def _rows_at_once(n_query: int, width: int) -> list[slice]:
+    """Rows a few at a time; while tracing all of them, since nothing can be cut by size (a compiler adds up anyway)."""
+    if torch.compiler.is_compiling():
+        return [slice(0, n_query)]
+    step = max(1, _ROWS_AT_ONCE // max(1, width))
+    return [slice(i, min(i + step, n_query)) for i in range(0, n_query, step)]
 
 
 def _interval_count(term: Term, n_query: int, n_key: int, device: torch.device) -> Tensor:

@@ -16,11 +16,15 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import partita
 
+if TYPE_CHECKING:
+    from partita.lab.gate import Gate
+
 FINE, FOUND, USAGE, DAMAGED, INTERRUPTED = 0, 1, 2, 3, 130
+LEVELS = ("info", "warning", "error")
 
 
 class UsageError(Exception):
@@ -101,11 +105,7 @@ def build() -> argparse.ArgumentParser:
     inspect.add_argument("--max-length", type=int, default=512, help="longest input in tokens (512)")
     inspect.add_argument("--rows", type=int, help="observe so many queries per call (default: all)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
-    inspect.add_argument(
-        "--fail-on",
-        choices=["info", "warning", "error"],
-        help="exit with 1 if there are findings at or above this level",
-    )
+    _add_gate(inspect)
     inspect.add_argument("--save", type=Path, help="write the record as JSON lines")
     inspect.add_argument("--report", type=Path, help="write the HTML report")
 
@@ -123,7 +123,7 @@ def build() -> argparse.ArgumentParser:
         "--studies", type=Path, metavar="DIR", help="show the experiments that `partita study run --out DIR` finished"
     )
     report.add_argument("--json", action="store_true", help="print the findings as JSON")
-    report.add_argument("--fail-on", choices=["info", "warning", "error"])
+    _add_gate(report)
 
     commands.add_parser("bench", help="time and memory of this machine (needs the repository's benchmarks)")
 
@@ -139,6 +139,18 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     parser.set_defaults(run=run)
     return parser
+
+
+def _add_gate(parser: argparse.ArgumentParser) -> None:
+    """Options that `partita.lab.gate` reads."""
+    group = parser.add_argument_group("which findings count")
+    group.add_argument("--fail-on", choices=LEVELS, help="exit with 1 if there are findings at or above this level")
+    group.add_argument("--ignore", action="append", metavar="CODE", help="leave these out; may be said several times")
+    group.add_argument("--only", action="append", metavar="CODE", help="only these; may be said several times")
+    group.add_argument("--threshold", action="append", metavar="NAME=NUMBER", help="when a number becomes a finding")
+    group.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with [tool.partita.findings]")
+    group.add_argument("--baseline", type=Path, metavar="FILE", help="leave out what this file lists")
+    group.add_argument("--write-baseline", type=Path, metavar="FILE", help="list what is found now in this file")
 
 
 def _minutes(text: str) -> float:
@@ -170,12 +182,22 @@ def say(findings: Sequence[Any], limit: int = 20) -> None:
         print(f"... and {len(findings) - limit} more")
 
 
-def verdict(findings: Sequence[Any], level: str | None) -> int:
-    if level is None:
-        return FINE
-    from partita.monitor.findings import at_or_above
+def counting(options: argparse.Namespace) -> Gate:
+    """Which findings count, by the options and the file."""
+    from partita.lab.gate import GateError, gate
 
-    return FOUND if at_or_above(list(findings), level) else FINE
+    try:
+        return gate(options)
+    except GateError as error:
+        raise UsageError(str(error)) from None
+
+
+def verdict(everything: Sequence[Any], counts: Gate, options: argparse.Namespace) -> int:
+    if options.write_baseline:
+        from partita.lab.gate import write_baseline
+
+        write_baseline(options.write_baseline, counts.without_baseline().counted(everything))
+    return FOUND if counts.fails(everything) else FINE
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------
@@ -192,14 +214,16 @@ def run_inspect(options: argparse.Namespace) -> int:
 
     if options.max_length < 2:
         raise UsageError("--max-length must be at least 2.")
+    counts = counting(options)
     watched = inspect(
         options.model, text=options.text, max_length=options.max_length, rows=options.rows, as_bytes=options.bytes
     )
-    findings = watched.findings()
+    everything = watched.findings(counts.thresholds)
+    findings = counts.counted(everything)
     if options.save:
         watched.save(options.save)
     if options.report:
-        watched.report(options.report)
+        watched.report(options.report, thresholds=counts.thresholds)
     found = summary(watched, findings)
     if options.json:
         print(json.dumps(found, allow_nan=False))
@@ -221,7 +245,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         for what, path in (("record", options.save), ("report", options.report)):
             if path:
                 print(f"{what}: {path}")
-    return verdict(findings, options.fail_on)
+    return verdict(everything, counts, options)
 
 
 def run_study(rest: list[str]) -> int:
@@ -251,6 +275,7 @@ def run_report(options: argparse.Namespace) -> int:
         except RecordError as error:
             raise UsageError(f"not a record: {error}") from None
 
+    counts = counting(options)
     record = load(options.record)
     other = load(options.other) if options.other else None
     if options.studies:
@@ -260,9 +285,10 @@ def run_report(options: argparse.Namespace) -> int:
         if not finished:
             raise UsageError(f"{options.studies} holds no finished experiment. Make one: partita study run NAME.")
         record.studies = [row for row in record.studies if row.get("study") != KIND] + finished
-    findings = find(record)
+    everything = find(record, counts.thresholds)
+    findings = counts.counted(everything)
     out = options.out or (None if options.json else Path("report.html"))
-    path = record.report(out, other) if out else None
+    path = record.report(out, other, thresholds=counts.thresholds) if out else None
     if options.json:
         from partita.monitor.record import clean
 
@@ -271,7 +297,7 @@ def run_report(options: argparse.Namespace) -> int:
     else:
         say(findings, limit=5)
         print(f"report: {path} ({path.stat().st_size / 1e6:.2f} MB)" if path else "")
-    return verdict(findings, options.fail_on)
+    return verdict(everything, counts, options)
 
 
 def run_bench(rest: list[str]) -> int:

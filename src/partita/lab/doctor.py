@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 OPTIONAL = {
+    "triton": ("kernels on a GPU", "pip install 'partita[gpu]'"),
     "transformers": ("Hugging Face models", "pip install transformers"),
     "pandas": ("frame() as a DataFrame", "pip install pandas"),
     "tensorboard": ("the TensorBoard sink", "pip install tensorboard"),
@@ -47,7 +48,7 @@ def doctor() -> list[dict[str, Any]]:
         module = getattr(torch, device, None)
         there = bool(getattr(module, "is_available", lambda: False)())
         if there:
-            checks.append(_check(device, True, "available; the tiled backend serves it"))
+            checks.append(_check(device, True, f"available; the {_serving(device)} backend serves it"))
     for name, (use, install) in OPTIONAL.items():
         found = importlib.util.find_spec(name) is not None
         checks.append(
@@ -56,6 +57,16 @@ def doctor() -> list[dict[str, Any]]:
             )
         )
     return checks
+
+
+def _serving(device: str) -> str:
+    """Which backend serves tensors on this kind of device."""
+    import torch
+
+    import partita
+
+    there = partita.Gibbs(torch.zeros(1, 1, device=device), torch.zeros(1, 1, device=device))
+    return str(partita.explain(there)).split(maxsplit=1)[0]
 
 
 def _check(name: str, ok: bool, what: str) -> dict[str, Any]:

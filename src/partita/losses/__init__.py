@@ -12,9 +12,10 @@ from partita.losses.distill import distillation_loss, linear_distillation_loss
 from partita.losses.linear import linear_cross_entropy
 from partita.losses.logits import cross_entropy, focal_loss, mae_loss, mse_loss
 from partita.losses.nce import nce_loss
-from partita.rows import LossStats
+from partita.rows import ClassStats, LossStats
 
 __all__ = [
+    "ClassStats",
     "LossStats",
     "cross_entropy",
     "distillation_loss",

@@ -1,20 +1,23 @@
 """Distillation: the target is a teacher's distribution, softened by a temperature.
 
-    loss = T^2 KL( softmax(teacher / T) || softmax(student / T) )        d/d student = T (p_student - p_teacher)
+    loss = T^2 D( softmax(teacher / T), softmax(student / T) )
 
+D is a divergence of `partita.divergence` with the teacher first: forward is KL(teacher||student), which makes the
+student cover what the teacher does, reverse is KL(student||teacher), which makes it keep to what the teacher does.
 The factor T^2 keeps the size of the gradient as T changes (M-TMP-4).
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.engine import State
+from partita.comparison import check_kind, divergence, score_divergence, weighted_divergence
 from partita.errors import ShapeError
 from partita.gibbs import Gibbs
 from partita.precision import loss_dtype
-from partita.rows import probabilities, reduce_rows
+from partita.rows import reduce_rows
 
 __all__ = ["distillation_loss", "linear_distillation_loss"]
 
@@ -23,6 +26,8 @@ def distillation_loss(
     student: Tensor,  # (..., n_class) logits
     teacher: Tensor,  # (..., n_class) logits
     *,
+    kind: str = "forward",
+    beta: float = 0.5,
     temperature: float = 1.0,
     reduction: str = "mean",
 ) -> Tensor:
@@ -31,48 +36,108 @@ def distillation_loss(
     >>> teacher = torch.tensor([[3.0, 1.0]]).log()  # (3/4, 1/4) against (1/2, 1/2): log 2 - H(3/4)
     >>> distillation_loss(torch.zeros(1, 2), teacher)
     tensor(0.1308)
+
+    kind, beta: another divergence, as in `partita.divergence`, the teacher first.
     """
-    _check(temperature, reduction)
+    _check(temperature, reduction, kind, beta)
     if student.shape != teacher.shape:
         raise ShapeError(
             f"student and teacher must have one shape; got {_checks.shape_text(student)} and "
             f"{_checks.shape_text(teacher)}."
         )
     ours, theirs = student / temperature, teacher.detach() / temperature
-    p, fixed = probabilities(theirs), State.of(theirs)
-    rows = State.of(ours).log_partition() - (p * ours).sum(-1) - fixed.entropy()
-    return reduce_rows(temperature**2 * rows, reduction)
+    rows = score_divergence(theirs, ours, kind, beta=beta)
+    return reduce_rows(temperature**2 * rows, reduction).to(loss_dtype(student))
 
 
 def linear_distillation_loss(
-    input: Tensor,  # (n, dim)
+    input: Tensor,  # (..., dim)
     linear_weight: Tensor,  # (n_class, dim)
-    teacher_input: Tensor,  # (n, dim_teacher)
+    teacher_input: Tensor,  # (..., dim_teacher)
     teacher_weight: Tensor,  # (n_class, dim_teacher)
     *,
+    kind: str = "forward",
+    beta: float = 0.5,
     temperature: float = 1.0,
+    linear_bias: Tensor | None = None,  # (n_class,)
+    teacher_bias: Tensor | None = None,  # (n_class,)
+    target: Tensor | None = None,  # (...) class indices, read for ignore_index alone
+    ignore_index: int = -100,
+    sample_weight: Tensor | None = None,  # (...)
     reduction: str = "mean",
 ) -> Tensor:
-    """The same for two linear heads, with the logits of neither: the teacher's mean class vector is all it needs.
+    """The same for two linear heads over one vocabulary, with the logits of neither; widths may differ.
 
-        KL = log Z_student - <input, E_teacher[weight]> / T - H_teacher
+        loss_i = T^2 D( softmax(teacher_weight teacher_input_i / T), softmax(weight input_i / T) )
+
+    Rows whose target is ignore_index are left out before anything is computed. `mean` divides by the sum of the
+    weights; nothing left gives 0. The teacher gets no gradient. A few rows of both logits exist at a time.
 
     >>> x, w = torch.eye(2), torch.eye(2)
     >>> round(linear_distillation_loss(x, w, x, w, temperature=2.0).abs().item(), 6)
     0.0
     """
-    _check(temperature, reduction)
+    _check(temperature, reduction, kind, beta)
+    lead, kept = _rows(input, linear_weight, teacher_input, teacher_weight, target, ignore_index)
+    n = torch.Size(lead).numel()
+    ours, theirs = input.reshape(n, input.shape[-1]), teacher_input.detach().reshape(n, teacher_input.shape[-1])
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    weight = torch.ones(n, dtype=dtype, device=input.device)
+    if sample_weight is not None:
+        _checks.check_rows("sample_weight", sample_weight, input[..., 0])
+        weight = sample_weight.detach().to(dtype).expand(lead).reshape(n)
+    places: Tensor | None = None
+    if kept is not None and _checks.has_values(kept):
+        places = kept.nonzero()[:, 0]
+        ours, theirs, weight = ours[places], theirs[places], weight[places]
+    elif kept is not None:
+        weight = torch.where(kept, weight, torch.zeros_like(weight))
+    teacher = Gibbs(theirs, teacher_weight.detach(), scale=1 / temperature, bias=_softened(teacher_bias, temperature))
+    student = Gibbs(ours, linear_weight, scale=1 / temperature, bias=_softened(linear_bias, temperature, learn=True))
+    if reduction == "none":
+        rows = temperature**2 * weight * divergence(teacher, student, kind, beta=beta)
+        if places is not None:
+            rows = rows.new_zeros(n).index_put((places,), rows)
+        return rows.reshape(lead).to(loss_dtype(input))
+    total = weighted_divergence(teacher, student, temperature**2 * weight, kind, beta=beta)
+    return reduce_rows(total, reduction, weight.sum()).to(loss_dtype(input))
+
+
+def _softened(bias: Tensor | None, temperature: float, learn: bool = False) -> Tensor | None:
+    return None if bias is None else (bias if learn else bias.detach()) / temperature
+
+
+def _rows(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None,
+    ignore_index: int,
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """The leading dimensions, and which of the rows count."""
+    names = ("input", "linear_weight", "teacher_input", "teacher_weight")
+    for name, x in zip(names, (input, linear_weight, teacher_input, teacher_weight), strict=True):
+        _checks.check_float(name, x)
     if linear_weight.shape[0] != teacher_weight.shape[0]:
         raise ShapeError(
             f"both heads must have as many classes; got {linear_weight.shape[0]} and {teacher_weight.shape[0]}."
         )
-    teacher = Gibbs(teacher_input.detach(), teacher_weight.detach(), scale=1 / temperature).state(linear_weight)
-    agreement = (input * teacher.expectation().to(input.dtype)).sum(-1) / temperature
-    student = Gibbs(input, linear_weight, scale=1 / temperature).reduce(statistics=False).state
-    rows = student.log_partition() - agreement - teacher.entropy()
-    return reduce_rows(temperature**2 * rows, reduction).to(loss_dtype(input))
+    lead = tuple(input.shape[:-1])
+    if tuple(teacher_input.shape[:-1]) != lead:
+        raise ShapeError(
+            f"input and teacher_input must have the same rows; got {_checks.shape_text(input)} and "
+            f"{_checks.shape_text(teacher_input)}."
+        )
+    if target is None:
+        return lead, None
+    _checks.check_index_dtype("target", target)
+    if tuple(target.shape) != lead:
+        raise ShapeError(f"target must have one index per row, shape {lead}; got {_checks.shape_text(target)}.")
+    return lead, (target != ignore_index).reshape(-1)
 
 
-def _check(temperature: float, reduction: str) -> None:
+def _check(temperature: float, reduction: str, kind: str, beta: float) -> None:
     _checks.check_positive("temperature", temperature)
     _checks.check_reduction(reduction)
+    check_kind(kind, beta)

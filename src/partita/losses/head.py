@@ -10,6 +10,7 @@ values cannot be looked at (compiled, under vmap) or outputs have more dimension
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,7 @@ class Head:
     def place(self, rows: Tensor) -> Tensor:
         """Results of the rows in the caller's shape, 0 where ignored."""
         if self.kept is not None:
-            rows = rows.new_zeros(torch.Size(self.shape).numel()).index_put((self.kept,), rows)
+            rows = rows.new_zeros(math.prod(self.shape)).index_put((self.kept,), rows)
         elif self.outputs:
             rows = rows.movedim(-1, 0)
         return rows.reshape(self.shape)
@@ -69,8 +70,8 @@ class Head:
         soft = _is_soft(input, linear_weight, target, options)
         if soft and shift:
             raise ValueRangeError("shift moves class indices; with class probabilities give aligned targets.")
-        lead, window = _window(tuple(input.shape[:-1]), shift, bool(outputs))
-        shape, n, dim = (*lead, *outputs), torch.Size(lead).numel(), input.shape[-1]
+        lead, left = _window(tuple(input.shape[:-1]), shift, bool(outputs))
+        shape, n, dim = (*lead, *outputs), math.prod(lead), input.shape[-1]
         sample = None if sample_weight is None else _per_row("sample_weight", sample_weight, shape, shift)
         if isinstance(scale, Tensor) and scale.dim():
             scale = _per_row("scale", scale, shape, -shift)
@@ -79,15 +80,15 @@ class Head:
         counts = None if soft else index != options.ignore_index
         seen = counts is not None and _checks.has_values(counts)
 
-        query, kept, mask = (input if window is None else input[..., window, :]), None, None
+        query, kept, mask = (input if left is None else input[..., :left, :]), None, None
         if counts is not None and seen and not outputs and not bool(counts.all()):
             kept = counts.reshape(n).nonzero()[:, 0]
-            where = kept if window is None else _positions(input, window)[kept]
+            where = kept if left is None else _positions(input, left)[kept]
             query = input.reshape(input.shape[:-1].numel(), dim).index_select(0, where)
         elif counts is not None and not (seen and bool(counts.all())):
             mask, index = counts, torch.where(counts, index, torch.zeros_like(index))
         # cutting the last positions off several sequences leaves no flat view: then the batch stays a batch
-        batched = kept is None and window is not None and len(lead) > 1
+        batched = kept is None and left is not None and len(lead) > 1
         if kept is None and not batched:
             query = query.reshape(n, dim)
 
@@ -165,7 +166,7 @@ def _capped(
         cut.append(coefficient.movedim(-2, 0))
     else:
         shared.insert(0, coefficient)
-    width = key.shape[-2] * max(1, torch.Size(rows[:-1]).numel())
+    width = key.shape[-2] * max(1, math.prod(rows[:-1]))
     return in_row_blocks(total, cut, shared, width).movedim(0, -1)
 
 
@@ -190,21 +191,21 @@ def _is_soft(input: Tensor, linear_weight: Tensor, target: Tensor, options: Opti
     return False
 
 
-def _window(lead: tuple[int, ...], shift: int, outputs: bool) -> tuple[tuple[int, ...], slice | None]:
-    """Rows that are left by a shift, and which positions they are."""
+def _window(lead: tuple[int, ...], shift: int, outputs: bool) -> tuple[tuple[int, ...], int | None]:
+    """Rows that are left by a shift, and how many positions of each sequence they are."""
     _checks.check_whole("shift", shift, least=0)
     if shift == 0:
         return lead, None
     if not lead or outputs:
         raise ShapeError("shift needs positions, input (..., T, dim), and a matrix of classes.")
-    left = max(lead[-1] - shift, 0)
-    return (*lead[:-1], left), slice(0, left)
+    left = lead[-1] - shift if lead[-1] > shift else 0  # in a graph a comparison, not a maximum
+    return (*lead[:-1], left), left
 
 
-def _positions(input: Tensor, window: slice) -> Tensor:
-    """Flat row numbers of the positions inside the window."""
+def _positions(input: Tensor, left: int) -> Tensor:
+    """Flat row numbers of the first positions of each sequence."""
     lead = input.shape[:-1]
-    return torch.arange(lead.numel(), device=input.device).reshape(lead)[..., window].reshape(-1)
+    return torch.arange(lead.numel(), device=input.device).reshape(lead)[..., :left].reshape(-1)
 
 
 def _per_row(name: str, given: Tensor, shape: tuple[int, ...], shift: int) -> Tensor:

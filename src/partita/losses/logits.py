@@ -167,7 +167,8 @@ def _error(input: Tensor, target: Tensor, on: str, ignore_index: int) -> tuple[T
         y = _classes_last(target).to(raised.dtype)
     else:
         index, kept = _index(target, logits.shape[:-1], logits.shape[-1], ignore_index)
-        y = torch.nn.functional.one_hot(index, logits.shape[-1]).to(raised.dtype)
+        # torch's one_hot would fix the number of classes in a graph
+        y = (index[..., None] == torch.arange(logits.shape[-1], device=index.device)).to(raised.dtype)
     return (probabilities(raised) if on == "probabilities" else raised) - y, kept
 
 

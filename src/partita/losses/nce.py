@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from partita import _checks
 from partita.errors import ShapeError
+from partita.precision import log_of
 from partita.rows import reduce_rows
 
 __all__ = ["nce_loss"]
@@ -44,8 +43,9 @@ def nce_loss(
     k = noise_score.shape[-1]
     if k == 0:
         raise ShapeError("noise_score must hold at least one noise sample per datum, k >= 1.")
-    data = data_score - math.log(k) - _like("data_log_noise", data_log_noise, data_score)
-    noise = noise_score - math.log(k) - _like("noise_log_noise", noise_log_noise, noise_score)
+    log_k = log_of(k, data_score.device)
+    data = data_score - log_k - _like("data_log_noise", data_log_noise, data_score)
+    noise = noise_score - log_k - _like("noise_log_noise", noise_log_noise, noise_score)
     return reduce_rows(-logsigmoid(data) - logsigmoid(-noise).sum(-1), reduction)
 
 

@@ -14,7 +14,6 @@ Class indices, smoothing and class probabilities differ only in the first three 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +45,7 @@ class Options:
             raise ValueRangeError(f"label_smoothing must lie in [0, 1]; got {self.label_smoothing!r}.")
         _checks.check_whole("ignore_index", self.ignore_index)
         _checks.check_positive("z_loss", self.z_loss, zero=True)
-        if not math.isfinite(self.entropy_weight):
+        if not _checks.finite(self.entropy_weight):
             raise ValueRangeError(f"entropy_weight must be finite; got {self.entropy_weight!r}.")
         if self.weight is not None:
             _checks.check_float("weight", self.weight)

@@ -64,8 +64,8 @@ def watch(
 
     A context manager, and a handle (`detach` ends it). The model computes exactly what it would: statistics are made
     beside its own kernels. A step is one call of the model, or of a loss module that calls it several times in
-    training, or what `set_step` says. A model that torch.compile made runs without it while it is watched, and the
-    coverage says so.
+    training, or what `set_step` says. A compiled model stays compiled: while it is watched its graphs are others, which
+    report (all options work in them), and afterwards its own serve again without being made anew.
 
     every: look at one step of so many; the others cost nothing that can be measured.
     rows: look at so many evenly spaced queries per call (None: all); the largest score is then a lower bound.
@@ -73,7 +73,8 @@ def watch(
     maps: (layer, head) pairs whose attention is kept as a picture of at most 128 x 128.
     sinks: see `partita.monitor.json_lines`, `tensorboard`, `log_to`.
     kernel: "own" keeps the model's own attention kernel and its bits. "partita" lets plain attention (no mask, no
-        dropout) give output and statistics in one pass of partita's: cheaper, and equal within rounding only.
+        dropout) give output and statistics in one pass of partita's: cheaper, and equal within rounding only. In
+        compiled graphs too; there partita's own attention gives both in one pass whatever is asked for.
     """
     from partita.monitor.handle import Watch
 

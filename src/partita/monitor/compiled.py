@@ -1,9 +1,10 @@
-"""torch.compile and watching: a compiled graph calls no function that could be seen, so a watched model runs plainly.
+"""torch.compile and watching: a compiled model stays compiled, into graphs that report.
 
-Inside a `with` block torch.compile is off for the process; a handle without a block turns it off for the time of each
-call of the compiled model it was given. Either way the graphs made before are kept, and serve again afterwards. What is
-compiled beside a handle that knows only the plain model is traced past the watch: it runs as a graph and is not seen,
-and the coverage says so.
+For the time of a watched call the user's backend is given to torch.compile behind one that rewrites the graph
+(`graphs.Instrumented`). torch.compile keeps the graphs of two backends apart, so those the user had before wait
+untouched, and serve again afterwards. Modules are followed this way, compiled by torch.compile(model), model.compile()
+or part by part. Of a compiled function nobody knows whether it calls the model: inside a `with` block functions run
+without torch.compile, and beside a handle they are graphs that nobody sees.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +20,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita._overrides import TRACED
 from partita.interception import Patch, Wrapper
+from partita.monitor import traced
+from partita.monitor.graphs import Instrumented
 
-RAN_PLAINLY = "compiled, but run without torch.compile while watched"
 NOT_SEEN = (
-    "nothing was called while watched; the graphs of torch.compile are not seen: give the compiled model to watch, or "
-    "use a `with` block"
+    "nothing was called while watched; the graphs of a compiled function are not seen: compile the model instead, or "
+    "use a `with` block, in which functions run without torch.compile"
+)
+SKIPPED = "compiled in place, which torch.compile does not do to a module of torch's own: run without it"
+OURS = (
+    "accumulator",
+    "buffer",
+    "compiled",
+    "functions",
+    "handle",
+    "in_graph",
+    "measure",
+    "modules",
+    "observer",
+    "operator",
 )
 MODULE_CALL = Patch(nn.Module, "__call__")
 _COMPILE = Patch(torch, "compile")
@@ -69,13 +86,9 @@ class _Eager:
                 stance, self._stance = self._stance, None
                 stance.__exit__(None, None, None)
 
-    @contextmanager
-    def block(self) -> Iterator[None]:
-        self.on()
-        try:
-            yield
-        finally:
-            self.off()
+    @property
+    def forced(self) -> bool:
+        return self._stance is not None
 
     def _first(self, compile_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not loaded():
@@ -94,20 +107,100 @@ class _Eager:
 EAGER = _Eager()
 
 
-def compiled(model: nn.Module) -> Iterator[nn.Module]:
-    """Every module that torch.compile made or runs: the shell of torch.compile(model), and model.compile()."""
-    inner: Any = model
-    while isinstance(inner, nn.Module):
-        if isinstance(inner.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
-            yield inner
-            inner = inner._orig_mod
-        elif type(inner).__name__ in SHELLS:
-            inner = inner.module
-        else:
-            break
-    for module in inner.modules():
-        if module.__dict__.get("_compiled_call_impl") is not None:
-            yield module
+def code_of(module: nn.Module) -> nn.Module | None:
+    """The module whose code torch.compile runs when this one is called; None where it was not compiled.
+
+    The one in the shell that torch.compile(model) made, or the module itself after model.compile() or model.forward =
+    torch.compile(model.forward).
+    """
+    kept = module.__dict__
+    inner = kept.get("_modules", {}).get("_orig_mod")
+    if isinstance(inner, nn.Module):
+        return inner
+    if kept.get("_compiled_call_impl") is not None or hasattr(kept.get("forward"), "_torchdynamo_orig_callable"):
+        return module
+    return None
+
+
+def skipped(module: nn.Module) -> bool:
+    """Compiled in place, and a class whose code torch.compile leaves alone unless asked by torch.compile(model)."""
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    return code_of(module) is module and bool(rules.check(type(module).forward))
+
+
+class _Graphs:
+    """torch.compile in this thread, for the time of one call: with graphs that report, or as it is."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._callback: Patch | None = None
+
+    @contextmanager
+    def reporting(self, kernel: str) -> Iterator[None]:
+        with self._lock:
+            self._calls += 1
+            TRACED.around = traced.around
+        try:
+            with self._through(lambda callback: self._instrumented(callback, kernel)):
+                yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                TRACED.around = traced.around if self._calls else None
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """As if nothing had been compiled."""
+        with self._through(lambda callback: None):
+            yield
+
+    @contextmanager
+    def as_they_are(self) -> Iterator[None]:
+        """For a module of somebody else's, inside a block too."""
+        with self._through(lambda callback: callback):
+            yield
+
+    @contextmanager
+    def _through(self, change: Callable[[Any], Any]) -> Iterator[None]:
+        """Whatever is about to run in a frame of torch.compile is asked for here."""
+        place: Any = importlib.import_module("torch._dynamo.eval_frame")
+        if self._callback is None:
+            importlib.import_module("torch._dynamo").allow_in_graph(traced.mark)
+            rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+            for name in OURS:
+                rules.add(f"partita.monitor.{name}")
+            self._callback = Patch(place, "_callback_from_stance")
+        # between two graphs modules are called one by one: what is compiled then is their code, and not ours around it
+        MODULE_CALL.each(lambda call: place.skip_code(call.__code__))
+
+        def around(inner: Callable[[Any], Any], callback: Any) -> Any:
+            found = callback if EAGER.forced else inner(callback)
+            return found if found in (None, False) else change(found)
+
+        wrapper = self._callback.add(around)
+        try:
+            yield
+        finally:
+            self._callback.remove(wrapper)
+
+    def _instrumented(self, callback: Any, kernel: str) -> Any:
+        """The same with the user's backend behind ours; the same one every time, or each call would compile anew."""
+        convert: Any = getattr(callback, "_torchdynamo_orig_backend", None)
+        if not hasattr(convert, "_clone_with_backend") or not hasattr(callback, "hooks"):
+            return callback  # a stance that defers compiling: its graphs do not report
+        backend = convert._torchdynamo_orig_backend
+        if isinstance(backend, Instrumented):
+            return callback  # another watch was asked first
+        known = self._known.setdefault(callback, {})
+        if kernel not in known:
+            behind = convert._clone_with_backend(Instrumented(backend, kernel))
+            known[kernel] = type(callback)(behind, callback.hooks)
+        return known[kernel]
+
+
+GRAPHS = _Graphs()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

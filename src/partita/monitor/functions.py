@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 import partita
-from partita.interception import SDPA, Patch
+from partita.interception import SDPA, SOFTMAX
 from partita.monitor import kernel
 from partita.monitor.losses import FACES
 from partita.monitor.modules import is_attention
@@ -27,7 +27,6 @@ from partita.monitor.scores import Scores, partita_scores, sdpa_scores
 if TYPE_CHECKING:
     from partita.monitor.handle import Watch
 
-SOFTMAX = Patch(F, "softmax")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 
 
@@ -108,11 +107,11 @@ class FunctionMode(TorchFunctionMode):
         every = self.watch.options.rows is None and self.watch.options.layers is None and not self.watch.outside()
         served = kernel.serve(args, kwargs) if every and self.watch.kernel == "partita" else None
         out, stats = served if served is not None else (func(*args, **kwargs), None)
-        look: Any = self._look_sdpa
+        look: Any = self.look_sdpa
         self.watch.guard(lambda: look(*args, **kwargs, kind=kind, cross=cross, stats=stats))
         return out
 
-    def _look_sdpa(
+    def look_sdpa(
         self,
         query: Tensor,
         key: Tensor,
@@ -144,7 +143,7 @@ class FunctionMode(TorchFunctionMode):
 
         def softmax(inner: Callable[..., Any], scores: Tensor, *a: Any, **k: Any) -> Any:
             out = inner(scores, *a, **k)
-            self.watch.guard(lambda: self._look_scores(scores, heads, "MultiheadAttention", cross))
+            self.watch.guard(lambda: self.look_scores(scores, heads, "MultiheadAttention", cross))
             return out
 
         before, self._inside = self._inside, (heads, cross)
@@ -166,19 +165,21 @@ class FunctionMode(TorchFunctionMode):
             and dim in (-1, scores.dim() - 1)
             and scores.is_floating_point()
         ):
-            self.watch.guard(lambda: self._look_softmax(scores, out))
+            self.watch.guard(lambda: self.look_softmax(scores, out))
         return out
 
-    def _look_softmax(self, scores: Tensor, out: Tensor) -> None:
+    def look_softmax(self, scores: Tensor, out: Tensor | None, cross: bool | None = None) -> None:
         top = self.watch.top()
         if top is None or self.watch.outside():
             return
         if not is_attention(top.name, top.module):
             # a router, a gate, an output; or attention that does not say so, which the next product will tell
-            self._by_hand = [ref for ref in self._by_hand[-7:] if ref() is not None] + [weakref.ref(out)]
+            if out is not None:
+                self._by_hand = [ref for ref in self._by_hand[-7:] if ref() is not None] + [weakref.ref(out)]
             return
         heads = next((h for n in HEADS if isinstance(h := getattr(top.module, n, None), int)), 1)
-        self._look_scores(scores, heads, "softmax", None)
+        kind = "MultiheadAttention" if isinstance(top.module, nn.MultiheadAttention) else "softmax"
+        self.look_scores(scores, heads, kind, cross)
 
     def _dropout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
@@ -193,7 +194,7 @@ class FunctionMode(TorchFunctionMode):
             self.watch.observer.passed_over()
         return func(*args, **kwargs)
 
-    def _look_scores(self, scores: Tensor, heads: int, kind: str, cross: bool | None) -> None:
+    def look_scores(self, scores: Tensor, heads: int, kind: str, cross: bool | None) -> None:
         if self.watch.outside():
             return
         if scores.dim() == 3:
@@ -203,13 +204,19 @@ class FunctionMode(TorchFunctionMode):
         self.watch.observer.attend(kind, final.shape, lambda: Scores(None, None, scores=final), cross)
 
     def _partita(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """partita.attention is called as it was; its statistics are asked for beside it, unless the caller did."""
-        out = func(*args, **kwargs)
-        if kwargs.get("group") is None:  # else its keys lie on other ranks too, which may not be watched
-            stats = out[1] if kwargs.get("return_stats") else None
-            look: Any = self._look_partita
-            self.watch.guard(lambda: look(*args, **kwargs, stats=stats))
-        return out
+        """partita.attention is called as it was; its statistics are asked for beside it, unless the caller did.
+
+        One pass would give both, and other bits: in float64, and in the gradients with a sink.
+        """
+        if kwargs.get("group") is not None:  # its keys lie on other ranks too, which may not be watched
+            return func(*args, **kwargs)
+        asked = bool(kwargs.get("return_stats"))
+        at_once = asked or self.watch.kernel == "partita"
+        out = func(*args, **{**kwargs, "return_stats": at_once})
+        stats = out[1] if at_once else None
+        look: Any = self._look_partita
+        self.watch.guard(lambda: look(*args, **kwargs, stats=stats))
+        return out[0] if at_once and not asked else out
 
     def _look_partita(
         self,

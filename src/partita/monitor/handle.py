@@ -16,8 +16,10 @@ from partita.monitor import compiled
 from partita.monitor.coverage import Coverage, coverage, expected
 from partita.monitor.findings import Thresholds
 from partita.monitor.functions import FunctionMode, in_backward
+from partita.monitor.in_graph import Graphs
 from partita.monitor.modules import Frame, Roll, frame, takes_fast_path
 from partita.monitor.observer import Observer
+from partita.monitor.operator import listening
 from partita.monitor.options import options
 from partita.monitor.provenance import provenance
 from partita.monitor.reading import Reading
@@ -58,7 +60,6 @@ class Watch(Reading):
         self.thresholds, self.kernel = self.options.thresholds, kernel
         self.model = inside
         self._expected = expected(inside)
-        self._compiled = {id(module): weakref.ref(module) for module in compiled.compiled(model)}
         self.record = Record(provenance=provenance(inside, self.options.plain()))
         if title:
             self.record.provenance["title"] = title
@@ -72,10 +73,12 @@ class Watch(Reading):
         self._enclosed: bool | None = None  # inside a module that is not the model's: has it called the model?
         self._called: dict[str, int] = {}
         self._elsewhere = 0
+        self._skipped = False
         self._started: float | None = None
         self._steps = 0
         self._thread = threading.get_ident()
         self._mode = FunctionMode(self)
+        self._graphs = Graphs(self._mode, self._roll, self._called)
         self._block = False
         self.attach()
 
@@ -158,18 +161,41 @@ class Watch(Reading):
         if threading.get_ident() != self._thread:
             self._elsewhere += self._roll.name(module) is not None
             return inner(module, *args, **kwargs)
+        code = compiled.code_of(module)
+        if code is not None and compiled.skipped(module) and self._roll.name(module) is not None:
+            self._skipped = True
+            with compiled.GRAPHS.off():
+                own = self._roll.name(module) or ""
+                return self._follow(own, module, kwargs, lambda: self._plainly(own, inner, module, args, kwargs))
+        if code is not None:
+            with self._mode.without():
+                return self._call_graphs(code, inner, module, args, kwargs)
         name = self._roll.name(module)
-        plain = self._compiled.get(id(module))
-        if plain is not None and plain() is module and not self._block:
-            with compiled.EAGER.block():
-                return self._follow(name, inner, module, args, kwargs)
-        return self._follow(name, inner, module, args, kwargs)
-
-    def _follow(
-        self, name: str | None, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
         if name is None:
             return self._pass_by(inner, module, args, kwargs)
+        return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
+
+    def _call_graphs(
+        self, code: nn.Module, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """A compiled module; one of somebody else's may hold ours."""
+        name = self._roll.name(code)
+        if name is None and all(part is not self.model for part in code.modules()):
+            with compiled.GRAPHS.as_they_are():
+                return self._pass_by(inner, module, args, kwargs)
+
+        kernel = self.kernel if self.options.rows is None and self.options.layers is None else "own"
+
+        def call() -> Any:
+            first = () if name is None and self.observer.stack else (frame(name or "", code, kwargs),)
+            self.observer.stack.extend(first)
+            with listening(self._graphs), compiled.GRAPHS.reporting(kernel):
+                return inner(module, *args, **kwargs)
+
+        return self._follow(name or "", code if name is not None else self.model, kwargs, call)
+
+    def _follow(self, name: str, module: nn.Module, kwargs: Any, call: Callable[[], Any]) -> Any:
+        """A call of the model or of a part of it; the outermost one may begin a step."""
         begin = time.perf_counter()
         if self._started is None:
             self._started = begin
@@ -179,14 +205,19 @@ class Watch(Reading):
         depth = len(self.observer.stack)
         self.observer.spent_s += time.perf_counter() - begin
         try:
-            if takes_fast_path(module) and not hasattr(_REPLAY, "owner"):
-                return self._run_twice(name, inner, module, args, kwargs)
-            self.observer.stack.append(frame(name, module, kwargs))
-            with self._listen():
-                return inner(module, *args, **kwargs)
+            return call()
         finally:
             del self.observer.stack[depth:]
             self.observer.ended = time.perf_counter()
+
+    def _plainly(
+        self, name: str, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if takes_fast_path(module) and not hasattr(_REPLAY, "owner"):
+            return self._run_twice(name, inner, module, args, kwargs)
+        self.observer.stack.append(frame(name, module, kwargs))
+        with self._listen():
+            return inner(module, *args, **kwargs)
 
     def _pass_by(self, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Somebody else's module: a loss, perhaps, that calls the model; its own fast paths stay open."""
@@ -276,9 +307,14 @@ class Watch(Reading):
         """Which attention modules were observed, which were not, and why."""
         found = coverage(self._expected, self.observer.seen, self._called, self.observer.by_hand)
         more = []
-        if self._compiled:
-            found["compiled"] = compiled.RAN_PLAINLY
-            more.append(compiled.RAN_PLAINLY)
+        if self._skipped:
+            more.append(compiled.SKIPPED)
+        inside = sorted(self._graphs.seen & self.observer.seen)
+        if inside:
+            found["in_graphs"] = inside
+            more.append(f"{len(inside)} of them inside graphs of torch.compile")
+        if self._graphs.unseen:
+            more.append(f"losses not seen, because objects are no part of a graph: {', '.join(self._graphs.unseen)}")
         if compiled.loaded() and not self._called:
             more.append(compiled.NOT_SEEN)
         if self._elsewhere:

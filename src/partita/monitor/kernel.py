@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import partita
 
@@ -21,6 +22,10 @@ def serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out, stats = partita.attention(**call, return_stats=True)
     except Exception:
         return None  # the user's kernel serves, or reports what is wrong with the call
-    # torch's kernel keeps the query's order of dimensions in memory: code after it may rely on that when it calls view
+    return laid_out(out, query), stats
+
+
+def laid_out(out: Tensor, query: Tensor) -> Tensor:
+    """The same output as torch's kernel lays it out: in the query's order of dimensions, which `view` may rely on."""
     like = torch.empty_like(query.detach()[..., :1].expand(*query.shape[:-1], out.shape[-1]))
-    return out if out.stride() == like.stride() else like.copy_(out), stats
+    return out if out.stride() == like.stride() else like.copy_(out)

@@ -50,14 +50,17 @@ def followed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def is_attention(name: str, module: nn.Module) -> bool:
     """Named or classed like attention; `attn_norm`, which may be an Identity, is a norm."""
-    kind, own = type(module).__name__, name.rpartition(".")[2]
-    if isinstance(module, nn.MultiheadAttention):
+    return could_be_attention(name, type(module))
+
+
+def could_be_attention(name: str, kind: type) -> bool:
+    """The same of a module of which only its class is known."""
+    if issubclass(kind, nn.MultiheadAttention):
         return True
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+    if issubclass(kind, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return False
-    if ENDS.search(kind):
-        return True
-    return bool(ATTENTION.search(kind + " " + own)) and not NOT_ATTENTION.search(kind + " " + own)
+    both = kind.__name__ + " " + name.rpartition(".")[2]
+    return bool(ENDS.search(kind.__name__) or (ATTENTION.search(both) and not NOT_ATTENTION.search(both)))
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,13 @@ def padding(stack: list[Frame], batch: int, n_query: int) -> Tensor | None:
     for entry in reversed(stack):
         if entry.mask is not None and entry.mask.shape[0] == batch and entry.mask.shape[1] >= n_query:
             return entry.mask[:, -n_query:] != 0  # with a cache the new tokens are the last ones
-        if entry.told and entry.mask is None and _stack_of_layers(entry.module):
+        if entry.told and entry.mask is None and stacks_layers(entry.module):
             return None  # a decoder called without a mask does not inherit the encoder's
     return None
 
 
-def _stack_of_layers(module: nn.Module) -> bool:
+def stacks_layers(module: nn.Module) -> bool:
+    """An encoder or a decoder."""
     return any(isinstance(child, nn.ModuleList) for child in module.children())
 
 

@@ -101,7 +101,7 @@ def _layers(given: Any, model: nn.Module, names: Sequence[str]) -> list[int | st
                     f"layers takes regular expressions on module names; {one!r} is none: {error}."
                 ) from None
     if not any(_can_match(one, model, names) for one in wanted):
-        count, seen = _count(model), ", ".join(repr(n) for n in list(expected(model))[:3])
+        count, seen = _count(model), ", ".join(repr(n) for n in list(expected(model))[:3] if n)
         raise ValueError(
             f"layers={wanted!r} matches nothing: this model has {count} attention modules, layers 0 to {count - 1}"
             + (f", named {seen}" if seen else "")

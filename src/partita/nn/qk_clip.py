@@ -19,8 +19,9 @@ def qk_clip_(module: MultiheadAttention, seen: Stats | Tensor, tau: float = 100.
         factor_h = min(1, tau / max score of head h)         W_Q^h, W_K^h <- sqrt(factor_h) * W_Q^h, W_K^h
 
     seen: the Stats of a pass, or their max_score, (..., heads, n_query); or one number per head, (heads,). With grouped
-    queries a key head takes the square root of its group's smallest factor, each query head the rest. Biases shrink
-    too, so scores shrink exactly by the factor, whatever the policy; what is added to scores (masks, sinks) does not.
+    queries a key head takes the square root of its group's largest factor, each query head the rest, so that heads with
+    factor 1 keep their bits. Biases shrink too, so scores shrink exactly by the factor, whatever the policy; what is
+    added to scores (masks, sinks) does not. For any model, while it trains: `partita.control.QKClip`.
 
     >>> layer = MultiheadAttention(4, 2)
     >>> qk_clip_(layer, torch.tensor([50.0, 400.0]))
@@ -40,7 +41,7 @@ def qk_clip_(module: MultiheadAttention, seen: Stats | Tensor, tau: float = 100.
         raise ShapeError(f"seen must have {heads} heads second from the right; got {tuple(top.shape)}.")
     # tensor by tensor: torch takes number / tensor as a product with the reciprocal, and tau / tau would not be 1
     factor = (torch.full_like(top, tau) / top.clamp(min=tau)).nan_to_num(1.0)
-    key = factor.unflatten(0, (-1, groups)).amin(1).sqrt()
+    key = factor.unflatten(0, (-1, groups)).amax(1).sqrt()
     query = factor / key.repeat_interleave(groups)
     weights, biases = module.projections()
     for part, share in ((0, query), (1, key)):

@@ -92,7 +92,7 @@ class _GlobalTokens(Support):
         sees_all = torch.zeros(n_query, dtype=torch.int32, device=device)
         own = [p for p in self.positions if p < n_query]
         if own:
-            sees_all[torch.tensor(own, device=device)] = n_key
+            sees_all[torch.tensor(own, dtype=torch.int64, device=device)] = n_key
         terms = [Term(stop=sees_all.view(*lead, n_query))]
         row = torch.zeros(n_query, dtype=torch.int32, device=device).view(*lead, n_query)
         terms += [Term(start=row + first, stop=row + last) for first, last in _neighbours(self.positions, n_key)]

@@ -2,8 +2,8 @@
 
 A backend answers `why_not(request)` with None or a reason, and offers `forward` and `backward` of a request. It may
 offer kernels for three reads that need less than a pass and its backward; their definition is the ordinary pass.
-One named by the caller that cannot serve raises with its reason; "auto" takes the first of the table that can. Adding a
-backend is adding a folder here, and a row below.
+One named by the caller that cannot serve raises with its reason; "auto" takes the first of the table that can and may
+be taken unasked. Adding a backend is adding a folder here, and a row below.
 """
 
 from __future__ import annotations
@@ -13,19 +13,37 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import overload
 
-from partita.engine.backends import native, tiled
-from partita.engine.backends.protocol import Backend
+from partita.engine.backends import native, tiled, triton
+from partita.engine.backends.protocol import Backend, Divergences
+from partita.engine.backends.tiled import columns, pair
 from partita.engine.request import Request
 from partita.errors import BackendError
 
-__all__ = ["TABLE", "Backend", "backend", "backends", "choose", "current", "explain"]
+__all__ = ["TABLE", "Backend", "asked", "backend", "backends", "choose", "current", "explain"]
 
 TABLE = {
     entry.name: entry
     for entry in (
         native.BACKEND,
-        Backend("tiled", "on any device, slower than native", tiled.always, tiled.forward, tiled.backward),
-        Backend("dense", "but holds every score at once", tiled.always, tiled.forward_whole, tiled.backward_whole),
+        triton.BACKEND,
+        Backend(
+            "tiled",
+            "on any device, slower than native",
+            tiled.always,
+            tiled.forward,
+            tiled.backward,
+            column_sums=columns.column_sums,
+            divergences=Divergences(pair.divergence, pair.divergence_backward),
+        ),
+        Backend(
+            "dense",
+            "but holds every score at once",
+            tiled.always,
+            tiled.forward_whole,
+            tiled.backward_whole,
+            column_sums=columns.column_sums_whole,
+            divergences=Divergences(pair.divergence_whole, pair.divergence_backward_whole),
+        ),
     )
 }
 _choice: ContextVar[str | None] = ContextVar("partita_backend", default=None)
@@ -79,16 +97,24 @@ def backend(name: str | None = None) -> str | _Chosen:
     return current() if name is None else _Chosen(name)
 
 
-def choose(request: Request, name: str = "") -> Backend:
-    """The backend of that name ("": what is asked for now), or the first that can serve."""
+def asked() -> tuple[Backend, ...]:
+    """The backend that was named, or all of them, best first."""
+    name = current()
+    return tuple(TABLE.values()) if name == "auto" else (TABLE[name],)
+
+
+def choose(request: Request, name: str = "", other: Request | None = None) -> Backend:
+    """The backend of that name ("": what is asked for now), or the first that can serve; `other` is served with it."""
     name = name or current()
+    asked = (request,) if other is None else (request, other)
     if name != "auto":
         entry = TABLE[_known(name)]
-        reason = entry.why_not(request)
-        if reason is not None:
-            raise BackendError(f"backend {name!r} cannot serve this request: {reason}. Use backend('auto').")
+        for each in asked:
+            reason = entry.why_not(each)
+            if reason is not None:
+                raise BackendError(f"backend {name!r} cannot serve this request: {reason}. Use backend('auto').")
         return entry
-    return next(entry for entry in TABLE.values() if entry.why_not(request) is None)
+    return next(e for e in TABLE.values() if all((e.why_not(each) or e.unasked(each)) is None for each in asked))
 
 
 def explain(request: Request) -> str:
@@ -98,5 +124,6 @@ def explain(request: Request) -> str:
     lines = [f"{serving} serves" + (" (asked for)" if asked != "auto" else "")]
     for name, entry in TABLE.items():
         if name != serving:
-            lines.append(f"{name}: {entry.why_not(request) or 'could serve too, ' + entry.place}")
+            reason = entry.why_not(request) or entry.unasked(request)
+            lines.append(f"{name}: {reason or 'could serve too, ' + entry.place}")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ __all__ = ["backward_parts", "forward_parts", "parts"]
 
 def parts(request: Request) -> tuple[Request, ...] | None:
     """Requests for the same rows over keys that are apart; None where the support cannot be taken apart."""
-    if request.rank:  # how many keys beat a target that another part may hold
+    if request.rank or request.extremes:  # of keys that another part may hold
         return None
     found = apart(request.terms, request.n_query, request.n_key, request.query.device)
     if found is None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from partita.engine.divergences import Record
 from partita.engine.request import Request
 from partita.engine.state import Stats
 from partita.engine.sums import Sums, Upstream
 
-__all__ = ["Backend", "BothWays", "Gradients", "Needs"]
+__all__ = ["Backend", "BothWays", "Divergences", "Gradients", "Needs"]
 
 Needs = Sequence[bool]  # which of query, key, value, scale, bias want a gradient
 Gradients = dict[str, Tensor]  # by their names
@@ -24,6 +25,22 @@ class BothWays:
     forward: Callable[[Request], tuple[Sums, Sums] | None]
     # the request, peaks and masses of rows and columns, upstream of both nlls
     backward: Callable[[Request, Sequence[Tensor], Sequence[Tensor], Needs], Gradients | None]
+
+
+@dataclass(frozen=True)
+class Divergences:
+    """Two distributions over the same keys, by a kind and a weight beta."""
+
+    forward: Callable[[Request, Request, str, float], Record]
+    # with the record, and upstream of the rows' divergences
+    backward: Callable[[Request, Request, str, float, Record, Tensor, tuple[Needs, Needs]], tuple[Gradients, Gradients]]
+    # the record, and the gradients of a weighted sum of the rows, made going forward; None where it has no kernel
+    weighted: (
+        Callable[
+            [Request, Request, str, float, Tensor, tuple[Needs, Needs]], tuple[Record, Gradients, Gradients] | None
+        ]
+        | None
+    ) = None
 
 
 @dataclass(frozen=True)
@@ -40,5 +57,14 @@ class Backend:
     # nll of every row, and the gradients of their weighted sum, made going forward
     weighted_nll: Callable[[Request, Tensor, Needs], tuple[Tensor, Gradients] | None] | None = None
     both_ways: BothWays | None = None
+    # sum_i weight_i exp(s_ij - peak_i) of every key: request, peak, weight, whether groups of queries share the keys
+    column_sums: Callable[[Request, Tensor, Tensor, bool], Tensor] | None = None
+    divergences: Divergences | None = None
+    # the k best scores of every row and their keys, in falling order; None where it has no kernel
+    top: Callable[[Request, int], tuple[Tensor, Tensor] | None] | None = None
     # statistics of rows added to the totals of their heads, in one walk; False where it does not serve them
     accumulate: Callable[..., bool] | None = None
+    # why `weighted_nll` and `both_ways` cannot serve, where they serve more than a pass does
+    why_no_loss: Callable[[Request], str | None] | None = None
+    # why "auto" passes by a request that it could serve if it were named
+    unasked: Callable[[Request], str | None] = lambda request: None

@@ -16,57 +16,46 @@ from torch import Tensor
 from partita._checks import broadcast
 from partita.engine.backends import tiled
 from partita.engine.backends.native import library, losses, reduce
+from partita.engine.backends.native.divergence import Operands
+from partita.engine.backends.native.divergence import divergence as pair_divergence
 from partita.engine.backends.native.plain_attention import attention
+from partita.engine.backends.native.received import received
 from partita.engine.backends.native.statistics import accumulate
+from partita.engine.backends.native.top import LARGEST
+from partita.engine.backends.native.top import top as best
+from partita.engine.backends.one_term import one_term, too_large
 from partita.engine.backends.parts import backward_parts, forward_parts, parts
-from partita.engine.backends.protocol import Backend, BothWays
+from partita.engine.backends.protocol import Backend, BothWays, Divergences, Gradients, Needs
+from partita.engine.backends.tiled import columns, pair
+from partita.engine.divergences import Record
 from partita.engine.request import Request
 from partita.engine.sums import OPERANDS, Sums, Upstream
-from partita.engine.terms import Term, window_mask
+from partita.engine.terms import Term
 
 __all__ = ["BACKEND", "backward", "forward", "why_not"]
-
-_LARGEST_MASK = 1 << 25  # bytes; a union of supports up to this size is written out
 
 
 def why_not(request: Request) -> str | None:
     """None, or why the native library cannot serve this request."""
     if request.query.device.type != "cpu":
         return f"it serves CPU tensors, these are on {request.query.device}"
-    if len(request.terms) > 1 and parts(request) is None and _union_bytes(request) > _LARGEST_MASK:
-        return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
     if request.cap_bias and request.softcap is not None and request.bias is not None:
         return "it adds a bias after the softcap, not before"
-    return library.why_not()
-
-
-def _union_bytes(request: Request) -> int:
-    """The size of the mask that says what any of the terms shows."""
-    rows = [t for term in request.terms for t in (term.start, term.stop, term.query_segment, term.key_segment)]
-    shapes = [t.shape[:-1] for t in rows if t is not None]
-    shapes += [term.mask.shape[:-2] for term in request.terms if term.mask is not None]
-    return math.prod(broadcast(*shapes)) * request.n_query * request.n_key
+    return too_large(request) or library.why_not()
 
 
 def _terms(request: Request) -> tuple[Term, ...]:
     """What the library knows: at most one term, with segment ids in int32; large ids are relabelled by their rank."""
-    if len(request.terms) > 1:
-        whole = slice(0, request.n_query), slice(0, request.n_key)
-        shown = window_mask(request.terms, *whole, request.query.device)
-        if shown is None:
-            return ()
-        lead = [1] * (request.query.dim() - shown.dim())
-        return (Term(mask=shown.view(*lead, *shown.shape)),)
-    terms = []
-    for term in request.terms:
-        query, key = term.query_segment, term.key_segment
-        if query is not None and key is not None:
-            if not (_small(query) and _small(key)):
-                labels = torch.unique(torch.cat([query.reshape(-1), key.reshape(-1)]))
-                query, key = torch.searchsorted(labels, query), torch.searchsorted(labels, key)
-            term = replace(term, query_segment=query.to(torch.int32), key_segment=key.to(torch.int32))
-        terms.append(term)
-    return tuple(terms)
+    term = one_term(request)
+    if term is None:
+        return ()
+    query, key = term.query_segment, term.key_segment
+    if query is not None and key is not None:
+        if not (_small(query) and _small(key)):
+            labels = torch.unique(torch.cat([query.reshape(-1), key.reshape(-1)]))
+            query, key = torch.searchsorted(labels, query), torch.searchsorted(labels, key)
+        term = replace(term, query_segment=query.to(torch.int32), key_segment=key.to(torch.int32))
+    return (term,)
 
 
 def _small(ids: Tensor) -> bool:
@@ -89,7 +78,13 @@ def forward(request: Request) -> Sums:
 
 def _forward(r: Request) -> Sums | None:
     return reduce.reduce(
-        *_operands(r), moments=r.statistics, rank=r.rank, mean=r.mean, as_query=r.as_query, last=r.last
+        *_operands(r),
+        moments=r.statistics,
+        rank=r.rank,
+        mean=r.mean,
+        as_query=r.as_query,
+        last=r.last,
+        extremes=r.extremes,
     )
 
 
@@ -171,6 +166,56 @@ def both_ways_backward(
     return None if found is None else {name: x for name, x in found._asdict().items() if x is not None}
 
 
+def column_sums(request: Request, peak: Tensor, weight: Tensor, shared: bool) -> Tensor:
+    """What every key receives; terms that are apart add up."""
+    peak = peak.double().expand(*request.batch, request.n_query)
+    total: Tensor | None = None
+    for r in (parts(request) if len(request.terms) > 1 else None) or (request,):
+        found = received(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, peak, weight, shared)
+        if found is None:
+            return columns.column_sums(request, peak, weight, shared)
+        total = found if total is None else total + found
+    assert total is not None
+    return total
+
+
+def top(r: Request, k: int) -> tuple[Tensor, Tensor] | None:
+    """The k best scores of every row and their keys; None where that has no kernel."""
+    if k > LARGEST or too_large(replace(r, rank=True)):  # as where ranks are asked: parts do not add up
+        return None
+    return best(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, k)
+
+
+_FEW = 32  # batch entries, which are gone through one by one
+_SMALL = 1 << 12  # scores of an entry that is not worth it where there are many
+
+
+def weighted_divergence(
+    p: Request, q: Request, kind: str, beta: float, weight: Tensor | None, needs: tuple[Needs, Needs]
+) -> tuple[Record, Gradients, Gradients] | None:
+    """The record of every row, and the gradients of their weighted sum; None where that has no kernel."""
+    batch = broadcast(p.batch, q.batch)
+    tiny = math.prod(batch) > _FEW and p.n_query * p.n_key < _SMALL
+    if tiny or p.softcap is not None or q.softcap is not None:
+        return None
+    terms = (r.terms if len(r.terms) > 1 else _terms(r) for r in (p, q))  # a union is written out for a chunk of rows
+    one, other = (Operands(r.query, r.key, r.scale, r.bias, t) for r, t in zip((p, q), terms, strict=True))
+    return pair_divergence(one, other, batch, kind, beta, weight, needs)
+
+
+def divergence(p: Request, q: Request, kind: str, beta: float) -> Record:
+    nothing = (False,) * len(OPERANDS)
+    found = weighted_divergence(p, q, kind, beta, None, (nothing, nothing))
+    return pair.divergence(p, q, kind, beta) if found is None else found[0]
+
+
+def divergence_backward(
+    p: Request, q: Request, kind: str, beta: float, record: Record, g: Tensor, needs: tuple[Needs, Needs]
+) -> tuple[Gradients, Gradients]:
+    found = weighted_divergence(p, q, kind, beta, g, needs)
+    return pair.divergence_backward(p, q, kind, beta, record, g, needs) if found is None else found[1:]
+
+
 BACKEND = Backend(
     "native",
     "but another was asked for",
@@ -180,5 +225,8 @@ BACKEND = Backend(
     attention,
     weighted_nll,
     BothWays(both_ways, both_ways_backward),
-    accumulate,
+    column_sums=column_sums,
+    top=top,
+    divergences=Divergences(divergence, divergence_backward, weighted_divergence),
+    accumulate=accumulate,
 )

@@ -14,12 +14,15 @@ from typing import NamedTuple
 
 __all__ = [
     "ATTENTION",
+    "COLUMNS",
+    "DIVERGENCE_ROWS",
     "GRADIENTS",
     "LOGITS",
     "PROBLEM",
     "SOFTMAX_ROWS",
     "STATISTICS",
     "SUMS",
+    "TOP",
     "Layout",
     "disagreement",
 ]
@@ -108,6 +111,9 @@ SUMS = Layout(
     forward_only   i32  no backward pass follows, which would need the same scores to the last bit
     moment_offset  ptr  (B) where an entry of moment starts, in elements
     moment_row     i64  from one row of moment to the next
+    least          ptr  (B, Q): the smallest score; with the next two, or none of them
+    argmax         ptr  (B, Q) int64: the first key of the largest score, -1 where there is none
+    argmin         ptr  (B, Q) int64: the first key of the smallest
     """,
 )
 GRADIENTS = Layout(
@@ -212,7 +218,52 @@ STATISTICS = Layout(
     band_sums    ptr  (5, heads, bands)
     """,
 )
-STRUCTURES = (PROBLEM, SUMS, GRADIENTS, ATTENTION, SOFTMAX_ROWS, LOGITS, STATISTICS)
+COLUMNS = Layout(
+    "PartitaColumns",
+    """
+    peak    ptr  (B, Q) double, as the forward pass gave it
+    weight  ptr  (B, Q), accumulation dtype
+    slot    ptr  (B) int64: which row of the result an entry adds to
+    slots   i64  how many there are
+    sums    ptr  (slots, K) result
+    """,
+)
+DIVERGENCE_ROWS = Layout(
+    "PartitaDivergenceRows",
+    """
+    rows        i64  rows of scores
+    cols        i64  keys
+    p_row       i64  elements from one row of scores to the next, with room for whole vectors
+    q_row       i64  the same of the second distribution
+    record_row  i64  elements from one of the six numbers of a row to the next
+    dtype       i32  0 float32, 1 float64
+    threads     i32  at most so many
+    kind        i32  0 forward, 1 reverse, 2 cross entropy, 3 js, 4 hellinger
+    p_gradient  i32  put it in place of the scores
+    q_gradient  i32  the same of the second distribution
+    unused      i32  0
+    beta        f64  of js
+    p           ptr  (rows, cols) scores
+    q           ptr  (rows, cols)
+    p_bias      ptr  (cols), or null
+    q_bias      ptr  (cols), or null
+    p_start     ptr  (rows) int32: the first column a row sees, or null
+    p_stop      ptr  (rows) int32: one past the last, or null
+    q_start     ptr  (rows) int32, or null
+    q_stop      ptr  (rows) int32, or null
+    weight      ptr  (rows), or null for no gradients
+    record      ptr  (6, rows) result
+    """,
+)
+TOP = Layout(
+    "PartitaTop",
+    """
+    k      i64  how many, at least 1
+    score  ptr  (B, Q, k) result, in falling order, like the next
+    index  ptr  (B, Q, k) int64
+    """,
+)
+STRUCTURES = (PROBLEM, SUMS, GRADIENTS, ATTENTION, SOFTMAX_ROWS, LOGITS, STATISTICS, COLUMNS, DIVERGENCE_ROWS, TOP)
 
 
 def disagreement(reported: str) -> str | None:

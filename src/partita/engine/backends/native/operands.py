@@ -6,7 +6,6 @@ repeats where an operand broadcasts. Legend: Q query rows, K keys, D features, V
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,15 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from partita.engine.axes import offsets
 from partita.engine.backends.native import layout
 
-__all__ = ["CODES", "CPU", "NOTHING", "Call", "Term", "address", "extent", "offsets", "pointer", "prepare", "sound"]
+__all__ = ["CODES", "CPU", "NOTHING", "Call", "Term", "address", "extent", "pointer", "prepare", "sound"]
 
 CPU = torch.device("cpu")  # named wherever a tensor is made: a default device is not ours to follow
 CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NOTHING = (0, 0, 0, 0)
 _LARGEST = 2**31 - 1  # row intervals and segment ids are int32
-_CACHED = 4096  # entries of an offset table that is kept for the next call
 
 
 class Term(Protocol):
@@ -84,24 +83,6 @@ def address(tensor: Tensor | None, name: str) -> int:
 def pointer(tensor: Tensor | None) -> int:
     """Where a tensor made here starts; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Where each batch entry of an operand starts, in elements: int64 of length B, 0 steps where it broadcasts."""
-    return (_kept_offsets if math.prod(batch) <= _CACHED else _offsets)(batch, shape, strides)
-
-
-def _offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    with torch.inference_mode(False):
-        table = torch.zeros(batch, dtype=torch.int64, device=CPU)
-        for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-            if size > 1:
-                steps = torch.arange(size, dtype=torch.int64, device=CPU) * stride
-                table += steps.view([-1 if i == dim else 1 for i in range(len(batch))])
-        return table.reshape(-1).contiguous()
-
-
-_kept_offsets = functools.lru_cache(maxsize=256)(_offsets)  # at most 8 MB
 
 
 class Call:

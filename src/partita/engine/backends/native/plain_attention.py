@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from partita.engine.axes import offsets
 from partita.engine.backends.native import layout, library
-from partita.engine.backends.native.operands import CODES, CPU, NOTHING, extent, offsets
+from partita.engine.backends.native.operands import CODES, CPU, NOTHING, extent
 from partita.engine.state import Stats
 
 __all__ = ["attention"]
@@ -124,7 +125,7 @@ def _geometry(
     rows = tuple(q[:-1])
     like_query, strides = _placed(q, query_strides, V)
     at_mean = offsets(rows[:-1], rows[:-1], strides[:-2])
-    sums = layout.SUMS.pack(*(0,) * 11, True, True, at_mean.data_ptr(), strides[-2])
+    sums = layout.SUMS.pack(*(0,) * 11, True, True, at_mean.data_ptr(), strides[-2], 0, 0, 0)
     reach = extent(q, query_strides), extent(k, key_strides), extent(v, value_strides)
     return Geometry(problem, sums, rows, like_query, reach, (*tables, at_mean))
 

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from partita.engine.axes import offsets
 from partita.engine.backends.native import layout, library
-from partita.engine.backends.native.operands import CPU, NOTHING, Call, Term, address, offsets, pointer, prepare, sound
+from partita.engine.backends.native.operands import CPU, NOTHING, Call, Term, address, pointer, prepare, sound
 from partita.engine.sums import Sums
 
 __all__ = ["ColumnSums", "Gradients", "reduce", "reduce_backward"]
@@ -72,11 +73,13 @@ def reduce(
     as_query: bool = False,
     last: bool = False,
     columns: ColumnSums | None = None,
+    extremes: bool = False,
 ) -> Sums | None:
     """Row sums over the visible keys; None where a result is not finite.
 
     `mean` divides the moment by the mass, in the same pass; `as_query` lets it lie in memory as the query does; `last`
     says that no backward pass follows, which would need scores with the very same roundings.
+    `extremes` adds the smallest score and the keys of both ends.
     With `columns`, the sums of every key over the rows that see it are written there, from the same products.
 
     A NaN or infinity in a key or value that some row may not see can end up in that row (0 * NaN), so a result that is
@@ -96,11 +99,14 @@ def reduce(
         strides = moment.stride()
         table, moment_row = offsets(call.batch, call.batch, strides[:-2]), strides[-2]
     outputs = (peak, mass, first, spread, moment, score, count, ranks, *_checked(columns, call, acc), stats)
-    packed = layout.SUMS.pack(*map(pointer, outputs), mean, last, pointer(table), moment_row)
+    least = _empty(rows, acc) if extremes else None
+    places = _empty((2, *rows), torch.int64) if extremes else None
+    ends = (None, None, None) if places is None else (least, places[0], places[1])
+    packed = layout.SUMS.pack(*map(pointer, outputs), mean, last, pointer(table), moment_row, *map(pointer, ends))
     if not library.run("forward", problem, packed):
         return None
     moment, average = (None, moment) if mean else (moment, None)
-    return Sums(peak, mass, count, first, spread, stats, moment, average, score, ranks)
+    return Sums(peak, mass, count, first, spread, stats, moment, average, score, ranks, least, places)
 
 
 class Gradients(NamedTuple):

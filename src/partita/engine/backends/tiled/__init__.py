@@ -12,12 +12,14 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from partita.engine.backends.tiled.grid import Grid, tile_shape
-from partita.engine.backends.tiled.tile import Clean, Operands, gradients, row_slice, scores, sums
+from partita.engine.backends.tiled.accumulator import Accumulator, view
+from partita.engine.backends.tiled.extremes import Extremes
+from partita.engine.backends.tiled.grid import Grid, single_tile, tile_shape
+from partita.engine.backends.tiled.tile import Clean, Operands, gradients, scores, sums
 from partita.engine.request import Request
 from partita.engine.state import State
 from partita.engine.sums import Sums, Upstream
-from partita.engine.terms import cut
+from partita.engine.terms import window_mask
 
 __all__ = [
     "always",
@@ -50,18 +52,28 @@ def forward(request: Request, *, shape: tuple[int, int] | None = None) -> Sums:
     """State, target score and rank of every row."""
     clean, grid = Clean.of(request), Grid(request, shape)
     parts: list[tuple[State, Tensor | None, Tensor | None]] = []
+    ends: list[Extremes] = []
     for index, rows in enumerate(grid.rows):
         state = _neutral(request, rows.stop - rows.start)
         target = None if request.target is None else torch.full_like(state.peak, -torch.inf)
+        end = Extremes(state.peak) if request.extremes else None
         for cols, mask in grid.visit(index):
             x = clean.operands(rows, cols)
             s, mask, _ = scores(clean, x, rows, cols, mask)
             if target is not None and request.target is not None:
                 target = _pick(s, request.target[..., rows], cols, target)
+            if end is not None:
+                end.add(s, cols.start)
             state = state.merge(sums(clean, x, s, mask, cols))
         rank = _rank(clean, grid, index, target) if request.rank and target is not None else None
         parts.append((state, target, rank))
-    return _answer(request, *_stack(parts, request))
+        ends += [] if end is None else [end]
+    found = _answer(request, *_stack(parts, request))
+    if not request.extremes:
+        return found
+    ends = ends or [Extremes(found.mass)]
+    least, places = (torch.cat([getattr(end, name) for end in ends], -1) for name in ("least", "places"))
+    return found._replace(least=least, places=places)
 
 
 def _pick(s: Tensor, target: Tensor, cols: slice, so_far: Tensor) -> Tensor:
@@ -115,33 +127,6 @@ def _answer(request: Request, state: State, target: Tensor | None, rank: Tensor 
     return found if request.statistics else found._replace(first=None, spread=None)
 
 
-class Accumulator:
-    """Gradients of all operands, added up tile by tile in the accumulation dtype."""
-
-    def __init__(self, request: Request, needs: Sequence[bool]):
-        given = Operands(request.query, request.key, request.value, request.scale, request.bias)
-        self.total: dict[str, Tensor] = {}
-        for field, needed in zip(fields(given), needs, strict=True):
-            tensor = getattr(given, field.name)
-            if needed and tensor is not None:
-                self.total[field.name] = torch.zeros_like(tensor, dtype=request.dtype)
-
-    def add(self, part: Operands, rows: slice, cols: slice) -> None:
-        for name, total in self.total.items():
-            piece = getattr(part, name)
-            if piece is not None:
-                view = _view(name, total, rows, cols)
-                view += piece
-
-
-def _view(name: str, tensor: Tensor, rows: slice, cols: slice) -> Tensor:
-    if name == "query":
-        return tensor[..., rows, :]
-    if name in ("key", "value"):
-        return tensor[..., cols, :]
-    return row_slice(tensor, rows) if name == "scale" else cut(tensor, rows, cols)
-
-
 def _upstream(g: Upstream, rows: slice) -> Upstream:
     return Upstream(
         g.mass[..., rows],
@@ -185,7 +170,7 @@ def second_order(
         for cols, mask in grid.visit(index):
             x = clean.operands(rows, cols)
             inputs = {**_present(x), **{"g_" + name: t for name, t in _present(gr).items()}}
-            wanted = {name: _view(name, t, rows, cols) for name, t in above.items()}
+            wanted = {name: view(name, t, rows, cols) for name, t in above.items()}
 
             def first_order(
                 given: dict[str, Tensor], rows: slice = rows, cols: slice = cols, mask: Tensor | None = mask
@@ -227,18 +212,14 @@ def _present(group: Operands | Upstream) -> dict[str, Tensor]:
 # ---- one tile -------------------------------------------------------------------------------------------------------
 
 
-def _whole(request: Request) -> tuple[int, int]:
-    return max(1, request.n_query), max(1, request.n_key)
-
-
 def forward_whole(request: Request) -> Sums:
     """`forward` in a single tile."""
-    return forward(request, shape=_whole(request))
+    return forward(request, shape=single_tile(request))
 
 
 def backward_whole(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
     """`backward` in a single tile."""
-    return backward(request, peak, g, needs, shape=_whole(request))
+    return backward(request, peak, g, needs, shape=single_tile(request))
 
 
 # ---- the scores themselves ------------------------------------------------------------------------------------------
@@ -260,11 +241,7 @@ def score_tiles(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice,
 
 def scores_whole(request: Request) -> Tensor:  # (*b, Q, K)
     """All scores at once, differentiable."""
-    clean, grid = Clean.of(request), Grid(request, _whole(request))
     rows, cols = slice(0, request.n_query), slice(0, request.n_key)
-    shape = (*request.batch, request.n_query, request.n_key)
-    if not grid.rows:
-        return request.scale.new_zeros(shape)
-    for cols, mask in grid.visit(0):
-        return scores(clean, clean.operands(rows, cols), rows, cols, mask)[0].expand(shape)
-    return request.scale.new_full(shape, -torch.inf)
+    clean, mask = Clean.of(request), window_mask(request.terms, rows, cols, request.query.device)
+    found = scores(clean, clean.operands(rows, cols), rows, cols, mask)[0]
+    return found.expand(*request.batch, request.n_query, request.n_key)

@@ -17,7 +17,7 @@ from partita._checks import check_positive
 from partita.engine.request import Request
 from partita.engine.terms import Term, cut, window_mask
 
-__all__ = ["Grid", "tile_shape"]
+__all__ = ["Grid", "choose_tile", "single_tile", "tile_shape"]
 
 _forced: ContextVar[tuple[int, int] | None] = ContextVar("partita_tile_shape", default=None)
 _AREA = {"cpu": 1 << 18, "other": 1 << 24}  # scores held at a time
@@ -45,6 +45,11 @@ def choose_tile(request: Request) -> tuple[int, int]:
     cols = min(_SIDE, max(64, 1 << max(0, int(math.log2(max(1, area)) / 2))))
     rows = min(4 * _SIDE, max(16, area // cols))
     return rows, cols
+
+
+def single_tile(request: Request) -> tuple[int, int]:
+    """A tile that holds every row and every key."""
+    return max(1, request.n_query), max(1, request.n_key)
 
 
 def _slices(n: int, step: int) -> list[slice]:

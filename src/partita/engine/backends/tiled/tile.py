@@ -14,7 +14,7 @@ weight as it is for torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from partita.engine.sums import Upstream
 from partita.engine.terms import cut
 from partita.precision import product
 
-__all__ = ["Clean", "Operands", "gradients", "row_slice", "scores", "sums"]
+__all__ = ["Clean", "Operands", "gradients", "pulled_back", "row_slice", "scores", "sums"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +199,12 @@ def gradients(
         ds = ds + hit * g.target[..., None]
     if mask is not None:
         ds = torch.where(mask, ds, torch.zeros_like(ds))
+    back = pulled_back(clean, x, ds, slope)
+    return replace(back, value=grad_value)
+
+
+def pulled_back(clean: Clean, x: Operands, ds: Tensor, slope: Tensor | None) -> Operands:
+    """Gradients of a tile's operands from those of its scores; not of the values, which scores know nothing of."""
     grad_bias = None if x.bias is None or clean.request.cap_bias else ds.sum_to_size(x.bias.shape)
     if slope is not None:
         ds = ds * slope
@@ -208,7 +214,7 @@ def gradients(
     return Operands(
         (toward * x.scale[..., None]).sum_to_size(x.query.shape),
         _gathered(ds, x.query * x.scale[..., None], x.key.shape),
-        grad_value,
+        None,
         (toward * x.query).sum(-1).sum_to_size(x.scale.shape),
         grad_bias,
     )

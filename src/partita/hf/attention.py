@@ -1,4 +1,4 @@
-"""Hugging Face: any model runs on partita with attn_implementation="partita".
+"""Any Hugging Face model runs on partita with attn_implementation="partita".
 
     partita.hf.register()
     model = AutoModel.from_pretrained(..., attn_implementation="partita")
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from partita import scale as scales
 from partita import support as supports
@@ -28,11 +29,13 @@ from partita.errors import ValueRangeError
 from partita.interception import Patch
 from partita.scale import Policy, TargetEntropy
 
-__all__ = ["register", "set_scale"]
+__all__ = ["NAMES", "OBSERVERS", "register", "set_scale"]
 
 LayerScale = Policy | Mapping[int, Policy] | Callable[[nn.Module], Policy | None]
 _FIELD = "partita_scale"  # of a model's config, so that save_pretrained keeps it
-_NAMES: set[str] = set()  # names under which transformers knows partita's attention
+NAMES: set[str] = set()  # names under which transformers knows partita's attention
+# who wants to know what the keys of a tensor received; asked for, and forgotten, by the attention that reads it
+OBSERVERS = WeakIdKeyDictionary()
 _TAKEN = ("sdpa", "flex_attention", "flash", "eager", "paged")  # transformers looks for these inside names
 
 
@@ -59,9 +62,9 @@ def register(name: str = "partita", scale: LayerScale | None = None) -> str:
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, sdpa_mask)
-    if not _NAMES:
+    if not NAMES:
         Patch(PreTrainedModel, "post_init").add(_warn_of_lost_scale, everywhere=True, traced=True)
-    _NAMES.add(name)
+    NAMES.add(name)
     return name
 
 
@@ -69,7 +72,7 @@ def _warn_of_lost_scale(post_init: Callable[..., None], model: Any) -> None:
     """A model made from a config that holds a policy, with an attention that does not know of it."""
     post_init(model)
     own = getattr(model.config, "_attn_implementation", None)
-    if getattr(model.config, _FIELD, None) is not None and own not in _NAMES:
+    if getattr(model.config, _FIELD, None) is not None and own not in NAMES:
         warnings.warn(
             f"the config of this {type(model).__name__} holds a scale policy of partita, and its attention is {own!r}, "
             f"which ignores it. Load it with from_pretrained(..., attn_implementation='partita'), call "
@@ -92,7 +95,7 @@ def set_scale(model: nn.Module, scale: Policy | Mapping[int, Policy] | None) -> 
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     if not configs:
         raise ValueRangeError("set_scale needs a transformers model; this one has no config.")
-    others = {getattr(config, "_attn_implementation", None) for config in configs.values()} - _NAMES
+    others = {getattr(config, "_attn_implementation", None) for config in configs.values()} - NAMES
     if scale is not None and len(others) == len(configs):
         raise ValueRangeError(
             f"the attention of this model is {', '.join(sorted(map(repr, others)))}, which ignores a scale policy. "
@@ -180,6 +183,7 @@ def _forward(
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=getattr(module, "layer_idx", None), kwargs=kwargs
         )
+    observe = OBSERVERS.pop(key, None)
     n_query = query.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = causal and mask is None and n_query > 1
@@ -195,7 +199,8 @@ def _forward(
         mask = torch.where(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf, mask)
     elif mask is not None:
         mask = mask[..., : key.shape[2]].bool()
-    out, stats = attention(
+    received: list[Tensor]
+    out, stats, *received = attention(
         query,
         key,
         value,
@@ -209,5 +214,8 @@ def _forward(
         softcap=softcap,
         sink=s_aux,
         return_stats=True,
+        **({} if observe is None else {"return_received": True}),
     )
+    if observe is not None:
+        observe(*received)
     return out.transpose(1, 2).contiguous(), stats

@@ -1,0 +1,121 @@
+// What each key receives from the rows: the other margin of the weights, from scores made once more.
+//
+//   sum_j = sum_i weight_i 2^(s_ij - peak_i)      over the rows that see key j
+//
+// A task is a range of rows of one entry and has sums of its own over all keys; they are added in the order of the
+// tasks, so that a result does not depend on who was first.
+#include "score_tiles.h"
+
+namespace partita {
+namespace PARTITA_ISA {
+
+namespace {
+
+constexpr int64_t TILES = 16;  // whose sums are added up before they join the others: a longer chain loses digits
+
+template <class A>
+struct ReceivedWorkspace : TileWorkspace<A> {
+  A *peak, *weight, *sums;
+
+  void lay_out(Arena& c, int64_t rows, int64_t D) {
+    TileWorkspace<A>::lay_out(c, rows, D);
+    peak = c.take<A>(rows);
+    weight = c.take<A>(rows);
+    sums = c.take<A>(Block<A>::KEYS);
+  }
+};
+
+// weight_r 2^(s_rj - peak_r) of the m rows of a tile, added to the sums of columns [c.begin, c.end).
+template <class A>
+inline void add_tile(const A* s, const A* peak, const A* weight, int m, const VisibleColumns& c, A* sums) {
+  using V = Vec<A>;
+  constexpr int LD = Block<A>::LD;
+  for (int j = c.begin; j < c.end; j += V::W) {
+    typename V::T total = V::set(0);
+    for (int r = 0; r < m; ++r) {
+      const typename V::T d = bounded<A>(V::sub(V::load(s + r * LD + j), V::set(peak[r])));
+      total = V::fma(exp2_bounded<A>(d), V::set(weight[r]), total);
+    }
+    V::store(sums + j, V::add(V::load(sums + j), total));
+  }
+}
+
+// Rows [first, first + n) of an entry, at most a chunk of them, against all keys they see.
+template <class A>
+void add_rows(const PartitaProblem& p, const ScoreRule<A>& sc, const PartitaColumns& c, int64_t entry, int64_t first,
+              int64_t n, ReceivedWorkspace<A>& t, A* to) {
+  for (int64_t r = 0; r < n; ++r) {
+    const int64_t out = entry * p.Q + first + r;
+    const bool empty = c.peak[out] == neg_inf<double>();  // its weight means nothing
+    t.peak[r] = empty ? A(0) : static_cast<A>(c.peak[out] * LOG2E);
+    t.weight[r] = empty ? A(0) : static_cast<const A*>(c.weight)[out];
+  }
+  std::memset(t.sums, 0, sizeof(A) * Block<A>::KEYS);
+  const auto flush = [&](int64_t key, int64_t end) {
+    for (int64_t j = 0; j < end - key; ++j) to[key + j] += t.sums[j];
+    std::memset(t.sums, 0, sizeof(A) * Block<A>::KEYS);
+  };
+  const auto visit = [&](const Tile& tile) {
+    if (tile.i && tile.i % TILES == 0)
+      flush(tile.key, tile.key + Block<A>::KEYS < p.K ? tile.key + Block<A>::KEYS : p.K);
+    add_tile<A>(t.score, t.peak + tile.at, t.weight + tile.at, tile.m, tile.c, t.sums);
+  };
+  visit_tiles<A>(p, sc, entry, first, n, t, visit, flush);
+}
+
+template <class A>
+int32_t received_as(const PartitaProblem& p, const PartitaColumns& c) {
+  const ScoreRule<A> sc = make_score_rule<A>(p);
+  const int64_t cuts = row_cuts<A>(p), tasks = p.B * cuts;
+  const SharedWorkspace shared(sizeof(A) * static_cast<size_t>(tasks * p.K) + 64);
+  A* parts = static_cast<A*>(shared.data);
+  if (!parts) return NO_MEMORY;
+  const int64_t rows = p.Q < ROW_CHUNK ? p.Q : ROW_CHUNK;
+  int32_t failed = 0, not_finite = 0;
+#pragma omp parallel num_threads(p.threads) reduction(| : failed, not_finite)
+  {
+    FlushDenormals flush;
+    ReceivedWorkspace<A> t;
+    Arena count{nullptr};
+    t.lay_out(count, rows, p.D);
+    Arena arena{static_cast<char*>(thread_workspace(count.used + 64))};
+    failed = !arena.base;
+    if (arena.base) t.lay_out(arena, rows, p.D);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = tasks - 1; i >= 0; --i) {  // where rows see what came before them, the last see most
+      if (failed) continue;
+      const int64_t begin = p.Q * (i % cuts) / cuts, end = p.Q * (i % cuts + 1) / cuts;
+      A* to = parts + i * p.K;
+      std::memset(to, 0, sizeof(A) * static_cast<size_t>(p.K));
+      for (int64_t a = begin; a < end; a += ROW_CHUNK)
+        add_rows<A>(p, sc, c, i / cuts, a, end - a < ROW_CHUNK ? end - a : ROW_CHUNK, t, to);
+    }
+    constexpr int64_t STEP = 1024;
+#pragma omp for schedule(static)
+    for (int64_t j = 0; j < p.K; j += STEP) {
+      if (failed) continue;
+      const int64_t end = j + STEP < p.K ? j + STEP : p.K;
+      A* sums = static_cast<A*>(c.sums);
+      for (int64_t s = 0; s < c.slots; ++s)
+        std::memset(sums + s * p.K + j, 0, sizeof(A) * static_cast<size_t>(end - j));
+      for (int64_t i = 0; i < tasks; ++i) {
+        A* to = sums + c.slot[i / cuts] * p.K;
+        for (int64_t k = j; k < end; ++k) to[k] += parts[i * p.K + k];
+      }
+      A probe = 0;
+      for (int64_t s = 0; s < c.slots; ++s)
+        for (int64_t k = j; k < end; ++k) probe += sums[s * p.K + k] * 0;
+      not_finite |= probe != 0;
+    }
+  }
+  return failed ? NO_MEMORY : not_finite ? NOT_FINITE : FINITE;
+}
+
+}  // namespace
+
+int32_t received(const PartitaProblem& p, const PartitaColumns& c) {
+  return p.dtype == PARTITA_FLOAT64 ? received_as<double>(p, c) : received_as<float>(p, c);
+}
+
+}  // namespace PARTITA_ISA
+}  // namespace partita

@@ -1,0 +1,15 @@
+"""Act on what a model's softmaxes do, while it trains.
+
+clip = partita.control.QKClip(model, threshold=100.0)
+...
+optimizer.step()
+clip.step()
+clip.max_scores                      # of the step just taken, per layer and head
+"""
+
+from __future__ import annotations
+
+from partita.control.callbacks import qk_clip_callback
+from partita.control.qk_clip import QKClip
+
+__all__ = ["QKClip", "qk_clip_callback"]

@@ -1,0 +1,223 @@
+"""Two distributions over the same keys, on the native library: a chunk of both score matrices at a time.
+
+The scores of a chunk of rows are made, turned into the rows' divergences and, where their weights are known, into the
+gradients of the scores, which two more products carry on: four products for one side's gradients, six for both, and
+nothing of size Q * K held. Legend: Q rows, K keys, D features. Nothing here is differentiable.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita.engine.backends.native import layout, library
+from partita.engine.backends.native.losses import logits_of
+from partita.engine.backends.native.operands import CODES, CPU, pointer, sound
+from partita.engine.backends.native.workspace import workspace
+from partita.engine.divergences import KINDS, Record
+from partita.engine.sums import OPERANDS
+from partita.engine.terms import Term, window_mask
+
+__all__ = ["Operands", "divergence"]
+
+_CHUNK_BYTES = 40 << 20  # of both score matrices at a time, where a key is read once for all rows of a chunk
+_CACHED_BYTES = 2 << 20  # where all keys fit into a cache, so do the scores
+_SMALL_KEYS = 1 << 19  # bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """One distribution: as a request has them."""
+
+    query: Tensor  # (*b, Q, D)
+    key: Tensor  # (*b, K, D)
+    scale: Tensor  # (*b, Q or 1), accumulation dtype
+    bias: Tensor | None  # (*b, Q or 1, K or 1)
+    terms: tuple[Term, ...]
+
+
+def _entry(tensor: Tensor, at: tuple[int, ...]) -> Tensor:
+    """One batch entry of a tensor, a view; dimensions of size 1 serve all."""
+    return tensor[tuple(i if n > 1 else 0 for i, n in zip(at, tensor.shape, strict=False))]
+
+
+class _Side:
+    """One distribution's numbers in the dtype of the sums, and its gradients."""
+
+    def __init__(self, x: Operands, batch: tuple[int, ...], needs: Sequence[bool], acc: torch.dtype):
+        self.x = x
+        self.key = sound(x.key, "key").to(acc)
+        query = sound(x.query, "query").to(acc)
+        plain = x.scale.numel() == 1 and float(x.scale) == 1.0
+        self.query = query
+        self.scaled = query if plain else query * x.scale[..., None]
+        self.bias = None if x.bias is None else sound(x.bias, "bias").to(acc)
+        wanted = dict(zip(OPERANDS, needs, strict=True))
+        self.need = {name: wanted[name] and getattr(x, name) is not None for name in ("query", "key", "scale", "bias")}
+        self.any = any(self.need.values())
+        rows = (*batch, query.shape[-2])
+
+        def zeros(there: bool, shape: Sequence[int]) -> Tensor | None:
+            return torch.zeros(shape, dtype=acc, device=CPU) if there else None
+
+        # d / d (scale * query): of every entry, since a scale may differ where a query is shared
+        self.toward = zeros(self.need["query"] or self.need["scale"], (*rows, query.shape[-1]))
+        self.grad_key = zeros(self.need["key"], self.key.shape)
+        self.grad_bias = zeros(self.need["bias"], () if x.bias is None else x.bias.shape)
+        term = x.terms[0] if len(x.terms) == 1 else None
+        by_interval = term is not None and term.mask is None and term.query_segment is None and not term.hole
+        self.start, self.stop = (term.start, term.stop) if term is not None and by_interval else (None, None)
+        self.masked = bool(x.terms) and not by_interval
+        self.by_class = self.bias is not None and self.bias.shape[-2] == 1 and self.bias.shape[-1] > 1
+
+    def mask(self, rows: slice, n_key: int) -> Tensor | None:
+        """What a chunk of rows sees, where that is more than an interval."""
+        shown = window_mask(self.x.terms, rows, slice(0, n_key), torch.device(CPU)) if self.masked else None
+        if shown is None:
+            return None
+        shown = shown.view(*[1] * (self.query.dim() - shown.dim()), *shown.shape)
+        return shown.expand(*shown.shape[:-2], rows.stop - rows.start, n_key)
+
+    def reach(self, at: tuple[int, ...], rows: slice, n_key: int) -> tuple[int, int]:
+        """The first key that any of the rows sees, and one past the last."""
+        low = 0 if self.start is None else int(_rows(self.start, at, rows).min())
+        high = n_key if self.stop is None else int(_rows(self.stop, at, rows).max())
+        return max(0, low), min(n_key, high)
+
+    def interval(self, bound: Tensor | None, at: tuple[int, ...], rows: slice, first: int) -> Tensor | None:
+        return None if bound is None else (_rows(bound, at, rows) - first).to(torch.int32).contiguous()
+
+    def class_bias(self, at: tuple[int, ...], keys: slice) -> Tensor | None:
+        if self.bias is None or not self.by_class:
+            return None
+        return _entry(self.bias, at)[0, keys].contiguous()
+
+    def write_scores(self, at: tuple[int, ...], rows: slice, keys: slice, seen: Tensor | None, to: Tensor) -> None:
+        logits_of(_entry(self.scaled, at)[rows].contiguous(), _entry(self.key, at)[keys], to)
+        if self.bias is not None and not self.by_class:
+            own = _entry(self.bias, at)
+            own = own if own.shape[-2] == 1 else own[rows]
+            to += own if own.shape[-1] == 1 else own[:, keys]
+        if seen is not None:
+            to.masked_fill_(~_entry(seen, at)[:, keys], -math.inf)
+
+    def add(self, at: tuple[int, ...], rows: slice, keys: slice, ds: Tensor) -> None:
+        """Carry the gradient of some scores on to the operands."""
+        if self.toward is not None:
+            own = _entry(self.toward, at)[rows]
+            torch.mm(ds, _entry(self.key, at)[keys], out=own)
+        if self.grad_key is not None:
+            _entry(self.grad_key, at)[keys].addmm_(ds.t(), _entry(self.scaled, at)[rows])
+        if self.grad_bias is not None:
+            own = _entry(self.grad_bias, at)
+            own = own if own.shape[-2] == 1 else own[rows]
+            own = own if own.shape[-1] == 1 else own[:, keys]
+            own += ds.sum_to_size(own.shape)
+
+    def gradients(self) -> dict[str, Tensor]:
+        out: dict[str, Tensor] = {}
+        if self.toward is not None and self.need["scale"]:
+            out["scale"] = (self.toward * self.query).sum(-1).sum_to_size(self.x.scale.shape)
+        if self.toward is not None and self.need["query"]:
+            plain = self.scaled is self.query
+            whole = self.toward if plain else self.toward.mul_(self.x.scale[..., None])
+            out["query"] = whole.sum_to_size(self.query.shape)
+        if self.grad_key is not None:
+            out["key"] = self.grad_key
+        if self.grad_bias is not None:
+            out["bias"] = self.grad_bias
+        return out
+
+
+def _rows(bound: Tensor, at: tuple[int, ...], rows: slice) -> Tensor:
+    own = _entry(bound, at)
+    return own if own.shape[-1] == 1 else own[rows]
+
+
+def divergence(
+    p: Operands,
+    q: Operands,
+    batch: tuple[int, ...],  # of the rows of both
+    kind: str,
+    beta: float,
+    weight: Tensor | None,  # (*batch, Q), accumulation dtype; None: no gradients
+    needs: tuple[Sequence[bool], Sequence[bool]],
+    *,
+    chunk_bytes: int | None = None,
+) -> tuple[Record, dict[str, Tensor], dict[str, Tensor]] | None:
+    """The record of every row, and the gradients of sum_i weight_i divergence_i; None where one is not finite."""
+    acc = torch.float64 if p.query.dtype == torch.float64 else torch.float32
+    n_query, n_key = p.query.shape[-2], p.key.shape[-2]
+    nothing = (False,) * len(OPERANDS)
+    sides = [_Side(x, batch, nothing if weight is None else n, acc) for x, n in zip((p, q), needs, strict=True)]
+    record = torch.empty((6, *batch, n_query), dtype=acc, device=CPU)
+    if not record.numel() or not n_key:
+        found = Record(*record.unbind())
+        for peak, other in ((found.peak, found.mass), (found.other_peak, found.other_mass)):
+            peak.fill_(-math.inf)
+            other.zero_()
+        found.first.zero_()
+        found.second.zero_()
+        return found, sides[0].gradients(), sides[1].gradients()
+    keys_fit = max(side.key.shape[-1] for side in sides) * n_key * acc.itemsize <= _SMALL_KEYS
+    budget = chunk_bytes or (_CACHED_BYTES if keys_fit else _CHUNK_BYTES)
+    chunks = min(n_query, max(1, -(-n_query * n_key * 2 * acc.itemsize // budget)))
+    height = -(-n_query // chunks)
+    given = None if weight is None else sound(weight, "weight").contiguous()
+    with workspace(2 * height, n_key, acc) as matrix:
+        for k in range(chunks):
+            rows = slice(n_query * k // chunks, n_query * (k + 1) // chunks)
+            n = rows.stop - rows.start
+            seen = [side.mask(rows, n_key) for side in sides]
+            for at in itertools.product(*map(range, batch)):
+                reach = [side.reach(at, rows, n_key) for side in sides]
+                keys = slice(min(low for low, _ in reach), max(high for _, high in reach))
+                if keys.stop <= keys.start:  # nobody sees anything: one key that is hidden stands for all
+                    keys = slice(0, 1)
+                width = keys.stop - keys.start
+                scores = [matrix[:n, :width], matrix[height : height + n, :width]]
+                for side, mask, to in zip(sides, seen, scores, strict=True):
+                    side.write_scores(at, rows, keys, mask, to)
+                share = None if given is None else given[at][rows]
+                if not _run(sides, at, rows, keys, scores, kind, beta, share, record):
+                    return None
+                for side, ds in zip(sides, scores, strict=True):
+                    if side.any:
+                        side.add(at, rows, keys, ds)
+    grads = [side.gradients() for side in sides]
+    # a nan in a key that nobody sees has met a gradient of 0 in the products
+    hidden = p.terms or q.terms or p.bias is not None or q.bias is not None
+    if hidden and not all(bool(x.sum().isfinite()) for found in grads for x in found.values()):
+        return None
+    return Record(*record.unbind()), grads[0], grads[1]
+
+
+def _run(
+    sides: Sequence[_Side],
+    at: tuple[int, ...],
+    rows: slice,
+    keys: slice,
+    scores: Sequence[Tensor],
+    kind: str,
+    beta: float,
+    weight: Tensor | None,
+    record: Tensor,
+) -> bool:
+    """The rows of one chunk; False where something is not finite."""
+    n, width = scores[0].shape
+    bias = [side.class_bias(at, keys) for side in sides]
+    bounds = [side.interval(b, at, rows, keys.start) for side in sides for b in (side.start, side.stop)]
+    spread = [None if b is None else b.expand(n).contiguous() for b in bounds]
+    whole = math.prod(record.shape[1:])
+    own = record.movedim(0, -1)[at][rows]
+    packed = layout.DIVERGENCE_ROWS.pack(
+        n, width, scores[0].stride(0), scores[1].stride(0), whole,
+        CODES[record.dtype], torch.get_num_threads(), KINDS.index(kind), sides[0].any, sides[1].any, 0, beta,
+        *map(pointer, (*scores, *bias, *spread, weight, own)),
+    )  # fmt: skip
+    return library.run("divergence_rows", packed)

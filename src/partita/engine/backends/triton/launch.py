@@ -1,0 +1,226 @@
+"""From a request to the launch of a kernel: addresses, strides, switches, grid.
+
+A `Launch` holds everything a kernel is called with and nothing of Triton, which is imported when one runs: a compiler
+can be asked about it without a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.engine.axes import offsets
+from partita.engine.backends.triton.tiles import INTERPRETER, Tile
+from partita.engine.request import Request
+from partita.engine.terms import Term
+
+__all__ = ["Launch", "Operands", "interpreted", "padded", "target_of"]
+
+_KERNELS = "partita.engine.backends.triton.kernels"
+_INT32 = 2**31 - 1
+_CPU = torch.device("cpu")  # named: a default device is not ours to follow
+_CACHED = 4096  # batch entries of a table that is kept for the next call
+_TAIL = {
+    "query": 2, "key": 2, "value": 2, "scale": 1, "bias": 2, "target": 1, "start": 1, "stop": 1,
+    "query_segment": 1, "key_segment": 1, "mask": 2, "moment": 2,
+}  # fmt: skip  # dimensions after those of the batch, in the order of the rows of `offsets`
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter is on: kernels run in Python, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def target_of(device: torch.device) -> str:
+    """What kernels are compiled for, as `tiles` names it."""
+    if interpreted() or device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    name = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+    return name.split(":")[0] or f"sm_{properties.major}{properties.minor}"
+
+
+def _allows_tf32() -> bool:
+    """Whether products of float32 may be rounded to tf32, asked as this torch wants it: the older question raises in
+    a newer one where both ways of answering it were used."""
+    matmul = torch.backends.cuda.matmul
+    chosen = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32) if chosen is None else chosen == "tf32"
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that a dimension of a product is padded to."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a kernel."""
+
+    kernel: str  # file and function
+    programs: int
+    arguments: dict[str, Tensor | int | None]
+    switches: dict[str, Any]  # constexprs; dtypes by their names
+    tile: Tile
+
+    def function(self) -> Any:
+        """The kernel; this is where Triton is imported."""
+        module, name = self.kernel.split(".")
+        return getattr(importlib.import_module(f"{_KERNELS}.{module}"), name)
+
+    def constants(self) -> dict[str, Any]:
+        """The switches with dtypes as Triton has them."""
+        language = importlib.import_module("triton.language")
+        return {k: getattr(language, v) if k in ("ACC", "DOT", "INDEX") else v for k, v in self.switches.items()}
+
+    def run(self, device: torch.device) -> None:
+        """Call it: on a GPU, or in the interpreter, where numpy computes and would warn of every inf - inf."""
+        here: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if device.type == "cuda":
+            here = torch.cuda.device(device)
+        elif interpreted():
+            here = importlib.import_module("numpy").errstate(all="ignore")
+        with here:
+            self.function()[(self.programs,)](
+                **self.arguments, **self.constants(), num_warps=self.tile.warps, num_stages=self.tile.stages
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """A request's tensors as kernels take them: any strides as they lie, batch entries as a table of offsets."""
+
+    request: Request
+    term: Term | None
+    batch: tuple[int, ...]
+    tensors: dict[str, Tensor | None]  # by name, in the order of _TAIL
+
+    @staticmethod
+    def of(request: Request, term: Term | None, moment: Tensor | None = None) -> Operands:
+        given: dict[str, Tensor | None] = {
+            name: getattr(request, name) for name in ("query", "key", "value", "scale", "bias", "target")
+        }
+        for name in ("start", "stop", "query_segment", "key_segment", "mask"):
+            given[name] = None if term is None else getattr(term, name)
+        given["moment"] = moment
+        tensors = {name: None if t is None else t.resolve_conj().resolve_neg() for name, t in given.items()}
+        mask = tensors["mask"]
+        tensors["mask"] = None if mask is None else mask.view(torch.uint8)
+        return Operands(request, term, request.batch, tensors)
+
+    @property
+    def n_batch(self) -> int:
+        return math.prod(self.batch)
+
+    def table(self) -> Tensor:
+        """(operands, B) int64: where each batch entry of each operand begins, in elements; 0 for what is absent."""
+        dims = len(self.batch)
+        lies = tuple(
+            None if t is None else (tuple(t.shape[:dims]), tuple(t.stride()[:dims])) for t in self.tensors.values()
+        )
+        return _table(self.batch, lies, self.request.query.device)
+
+    def arguments(self) -> dict[str, Tensor | int | None]:
+        """Tensors, their table and their strides, by the names that all kernels give them."""
+        out: dict[str, Tensor | int | None] = {n: t for n, t in self.tensors.items() if n != "moment"}
+        out["offsets"] = self.table()
+        for name, (row, col) in {
+            "query": ("query_row", "query_col"), "key": ("key_row", "key_col"), "value": ("value_row", "value_col"),
+            "bias": ("bias_row", "bias_col"), "mask": ("mask_row", "mask_col"),
+        }.items():  # fmt: skip
+            out[row], out[col] = self._step(name, -2), self._step(name, -1)
+        for name, row in {
+            "scale": "scale_row", "target": "target_row", "start": "start_row", "stop": "stop_row",
+            "query_segment": "segment_row", "key_segment": "key_segment_col",
+        }.items():  # fmt: skip
+            out[row] = self._step(name, -1)
+        r = self.request
+        return {**out, "n_batch": self.n_batch, "n_query": r.n_query, "n_key": r.n_key}
+
+    def _step(self, name: str, dim: int) -> int:
+        """How far apart two neighbours of a dimension lie; 0 where one serves all."""
+        tensor = self.tensors[name]
+        return 0 if tensor is None or tensor.shape[dim] == 1 else tensor.stride(dim)
+
+    def switches(self) -> dict[str, Any]:
+        """What is constant in a kernel because of this request."""
+        r, term = self.request, self.term
+        bias = 0 if r.bias is None else 1 if r.bias.shape[-1] == 1 else 2 if r.bias.shape[-2] == 1 else 3
+        acc = str(r.dtype).removeprefix("torch.")
+        low = str(r.query.dtype).removeprefix("torch.")
+        dim, dim_value = r.query.shape[-1], 1 if r.value is None else r.value.shape[-1]
+        return {
+            "D": dim,
+            "V": dim_value,
+            "BLOCK_D": padded(dim),
+            "BLOCK_V": padded(dim_value),
+            "VALUE": r.value is not None,
+            "BIAS": bias,
+            "SOFTCAP": r.softcap or 0.0,
+            "CAP_BIAS": r.cap_bias,
+            "START": term is not None and term.start is not None,
+            "STOP": term is not None and term.stop is not None,
+            "SEGMENT": term is not None and term.query_segment is not None,
+            "MASK": term is not None and term.mask is not None,
+            "HOLE": term is not None and term.hole,
+            "ACC": acc,
+            # the interpreter keeps bfloat16 as whole numbers, and would multiply those
+            "DOT": "float32" if low == "bfloat16" and interpreted() else low,
+            "INDEX": "int64" if self._reach() > _INT32 else "int32",
+            "ALIGN": self._alignment(),
+            "PRECISION": "tf32" if low == "float32" and _allows_tf32() else "ieee",
+        }
+
+    def _alignment(self) -> int:
+        """The largest power of two, at most 16, that divides where every entry of query, key and value begins."""
+        dims = len(self.batch)
+        large = [t for t in (self.tensors[name] for name in ("query", "key", "value")) if t is not None]
+        steps = [s for t in large for n, s in zip(t.shape[:dims], t.stride()[:dims], strict=True) if n > 1]
+        return math.gcd(16, *steps)
+
+    def _reach(self) -> int:
+        """The largest offset inside one batch entry."""
+        return max(
+            sum((n - 1) * abs(s) for n, s in zip(t.shape[-_TAIL[name] :], t.stride()[-_TAIL[name] :], strict=True))
+            for name, t in self.tensors.items()
+            if t is not None
+        )
+
+    def members(self, shared: tuple[int, ...]) -> Tensor:
+        """(groups, members) int32: the batch entries that share an operand with these batch dimensions."""
+        return _members(self.batch, shared, self.request.query.device)
+
+
+def _make_table(batch: tuple[int, ...], lies: Sequence[Any], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        nowhere = torch.zeros(math.prod(batch), dtype=torch.int64, device=_CPU)
+        return torch.stack([nowhere if x is None else offsets(batch, *x) for x in lies]).to(device)
+
+
+def _make_members(batch: tuple[int, ...], shared: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        entries = torch.arange(math.prod(batch), dtype=torch.int32, device=_CPU).view(batch)
+        inner = [i for i, n in enumerate(shared) if n == 1]
+        outer = [i for i, n in enumerate(shared) if n != 1]
+        return entries.permute([*outer, *inner]).reshape(math.prod(shared), -1).contiguous().to(device)
+
+
+_kept_table = functools.lru_cache(maxsize=64)(_make_table)
+_kept_members = functools.lru_cache(maxsize=64)(_make_members)
+
+
+def _table(batch: tuple[int, ...], lies: Sequence[Any], device: torch.device) -> Tensor:
+    return (_kept_table if math.prod(batch) <= _CACHED else _make_table)(batch, lies, device)
+
+
+def _members(batch: tuple[int, ...], shared: tuple[int, ...], device: torch.device) -> Tensor:
+    return (_kept_members if math.prod(batch) <= _CACHED else _make_members)(batch, shared, device)

@@ -1,0 +1,239 @@
+"""A request's pass and its gradients by kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita._checks import broadcast
+from partita.engine.backends import tiled
+from partita.engine.backends.one_term import one_term
+from partita.engine.backends.parts import backward_parts, forward_parts, parts
+from partita.engine.backends.triton import decode
+from partita.engine.backends.triton.launch import Launch, Operands, padded, target_of
+from partita.engine.backends.triton.tiles import Tile, tile
+from partita.engine.request import Request
+from partita.engine.sums import OPERANDS, Sums, Upstream
+from partita.engine.terms import Term
+
+__all__ = ["backward", "forward"]
+
+
+def _nothing(request: Request) -> bool:
+    """A size of zero: no program would run."""
+    sizes = (*request.batch, request.n_query, request.n_key, request.query.shape[-1])
+    return 0 in sizes or (request.value is not None and request.value.shape[-1] == 0)
+
+
+def _width(request: Request) -> int:
+    """The larger of the padded dimensions of key and value: what the resources of a tile depend on."""
+    return padded(max(request.query.shape[-1], 1 if request.value is None else request.value.shape[-1]))
+
+
+def _empty_as(request: Request, shape: tuple[int, ...]) -> Tensor:
+    """An empty tensor; where it can, with the query's order of dimensions in memory."""
+    query, dtype = request.query, request.dtype
+    if request.as_query and query.dtype == dtype and tuple(query.shape) == shape:
+        return torch.empty_like(query)
+    return torch.empty(shape, dtype=dtype, device=query.device)
+
+
+def forward(request: Request) -> Sums:
+    if _nothing(request) or request.extremes:
+        return tiled.forward(request)
+    found = parts(request) if len(request.terms) > 1 else None
+    sums = _folded(request) if found is None else forward_parts(request, found, _folded)
+    assert sums is not None  # a kernel gives an answer, whatever it is asked
+    return sums
+
+
+def _folded(request: Request) -> Sums:
+    folded = decode.fold(request)
+    return _forward(request) if folded is None else decode.unfold(_forward(folded))
+
+
+def _forward(r: Request) -> Sums:
+    rows, device = (*r.batch, r.n_query), r.query.device
+    level = 2 if r.statistics else 0
+    aimed, ranked, width = r.target is not None, r.rank and r.target is not None, _width(r)
+    few = r.n_query <= decode.FEW
+    shape = tile("decode" if few else "forward", width, r.query.dtype, level, target_of(device))
+    programs = -(-r.n_query // shape.rows) * math.prod(r.batch)
+    split = 1 if ranked else decode.parts(programs, r.n_key, shape.keys, device)
+
+    def empty(there: bool, *lead: int, dtype: torch.dtype = r.dtype) -> Tensor | None:
+        return torch.empty((*lead, *rows), dtype=dtype, device=device) if there else None
+
+    found: dict[str, Any] = {
+        "peak_out": empty(True, dtype=torch.float64),
+        "mass_out": empty(True),
+        "count_out": empty(True),
+        "first_out": empty(level > 0),
+        "spread_out": empty(level > 1),
+        "statistics_out": empty(level > 0, 5),
+        "target_score_out": empty(aimed),
+    }
+    rank = empty(ranked, dtype=torch.int64)
+    moment = None if r.value is None else _empty_as(r, (*rows, r.value.shape[-1]))
+    given = Operands.of(r, one_term(r), moment)
+    lies = {} if moment is None else {"moment_row": moment.stride(-2), "moment_col": moment.stride(-1)}
+    lies = lies or {"moment_row": 0, "moment_col": 0}
+    to = {**found, "moment_out": moment, **lies}
+    if split > 1:  # raw sums of each part
+        raw = {name: empty(x is not None, split) for name, x in found.items() if name != "statistics_out"}
+        part = None if moment is None else moment.new_empty((split, *moment.shape))
+        to = {
+            **raw,
+            "statistics_out": None,
+            "moment_out": part,
+            "moment_row": 0 if moment is None else moment.shape[-1],
+            "moment_col": 1,
+        }
+    arguments: dict[str, Any] = {
+        **given.arguments(),
+        **to,
+        "rank_out": rank,
+        "flags": None if moment is None else torch.empty(programs * split, dtype=torch.int32, device=device),
+        "split_keys": -(-r.n_key // (split * shape.keys)) * shape.keys,
+    }
+    asked = {"LEVEL": level, "TARGET": aimed, "BLOCK_M": shape.rows}
+    switches = given.switches() | asked | {"BLOCK_N": shape.keys, "RANK": ranked, "SPLIT": split > 1}
+    switches["MEAN"] = r.mean and split == 1
+    for careful in (False, True) if moment is not None else (False,):
+        Launch("forward.forward", programs * split, arguments, {**switches, "CAREFUL": careful}, shape).run(device)
+    if split > 1:
+        partial = {name.replace("_out", "_in"): arguments[name] for name in (*raw, "moment_out")}
+        sizes = {"n_batch": given.n_batch, "n_query": r.n_query, "parts": split, "offsets": given.table()}
+        constant = {name: switches[name] for name in ("V", "BLOCK_V", "VALUE", "ACC")} | asked | {"MEAN": r.mean}
+        merging = {**partial, **sizes, **found, "moment_out": moment, **lies}
+        Launch("decode.merge", programs, merging, constant, shape).run(device)
+    sums = Sums(**{name.removesuffix("_out"): x for name, x in found.items()}, rank=rank)
+    return sums._replace(mean=moment) if r.mean else sums._replace(moment=moment)
+
+
+def _boost(g: Upstream) -> Tensor:
+    """A power of two that makes the largest gradient about 1: float16 would lose what is 1e-7 of nothing much."""
+    largest = [x.abs().amax() for x in (g.mass, g.first, g.second, g.moment, g.target) if x is not None]
+    top = torch.stack(largest).amax()
+    return torch.where(top.isfinite() & (top > 0), torch.exp2(-torch.floor(torch.log2(top))), torch.ones_like(top))
+
+
+def _times(g: Upstream, factor: Tensor) -> Upstream:
+    rows = (None if x is None else x * factor for x in (g.moment, g.target))
+    return Upstream(g.mass * factor, g.first * factor, g.second * factor, *rows)
+
+
+def _row_bounds(term: Term, n_query: int, n_key: int, batch: tuple[int, ...], shape: Tile) -> Tensor:
+    """(*batch, key tiles, 2) int32: the first row, and the row after the last, that may see a key of a tile."""
+    known = term.start if term.start is not None else term.stop
+    assert known is not None
+    device = known.device
+    down, across = -(-n_query // shape.rows), -(-n_key // shape.keys)
+
+    def by_tile(bound: Tensor | None, default: int, outside: int) -> Tensor:  # (*b, row tiles, rows of a tile)
+        bound = torch.full_like(known, default) if bound is None else bound.clamp(0, n_key).to(torch.int32)
+        full = torch.nn.functional.pad(bound, (0, down * shape.rows - n_query), value=outside)
+        return full.view(*full.shape[:-1], down, shape.rows)
+
+    low = by_tile(term.start, 0, n_key).amin(-1)[..., None]
+    high = by_tile(term.stop, n_key, 0).amax(-1)[..., None]
+    here = torch.arange(across, dtype=torch.int32, device=device) * shape.keys
+    row = torch.arange(down, dtype=torch.int32, device=device)[:, None] * shape.rows
+    meets = (low < here + shape.keys) & (high > here)
+    first = torch.where(meets, row, n_query).amin(-2)
+    last = torch.where(meets, row + shape.rows, 0).amax(-2)
+    return torch.stack([first, last], -1).expand(*batch, across, 2).contiguous()
+
+
+def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+    if _nothing(request):
+        return tiled.backward(request, peak, g, needs)
+
+    def one(part: Request) -> dict[str, Tensor]:
+        return _backward(part, peak, g, needs)
+
+    found = parts(request) if len(request.terms) > 1 else None
+    grads = one(request) if found is None else backward_parts(found, one)
+    assert grads is not None
+    return grads
+
+
+def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+    wanted = {name for name, needed in zip(OPERANDS, needs, strict=True) if needed and getattr(r, name) is not None}
+    device, batch, K = r.query.device, r.batch, r.n_key
+    given = Operands.of(r, one_term(r))
+    valued, aimed = g.moment is not None, g.target is not None and r.target is not None
+    switches = given.switches() | {"LEVEL": 2 if r.statistics else 0, "VALUE": valued, "TARGET": aimed}
+    boost = _boost(g) if r.query.dtype == torch.float16 else None
+    g = g if boost is None else _times(g, boost)
+    arguments = given.arguments() | {
+        "peak": peak.contiguous(),
+        "g_mass": g.mass.contiguous(),
+        "g_first": g.first.contiguous(),
+        "g_second": g.second.contiguous(),
+        "g_moment": None if g.moment is None else g.moment.contiguous(),
+        "g_target": None if not aimed or g.target is None else g.target.contiguous(),
+    }
+    target = target_of(device)
+    dim = max(switches["BLOCK_D"], switches["BLOCK_V"] if valued else 0)
+    made: dict[str, Tensor] = {}
+
+    def empty(name: str, *shape: int) -> Tensor | None:
+        if name not in wanted:
+            return None
+        made[name] = torch.empty(shape, dtype=r.dtype, device=device)
+        return made[name]
+
+    def launch(kind: str, programs: int, shape: Tile, outputs: dict[str, Tensor | int | None]) -> None:
+        flags = torch.empty(programs, dtype=torch.int32, device=device)
+        outs = {name.upper(): x is not None for name, x in outputs.items() if name.endswith("_out")}
+        constant = {**switches, **outs, "BLOCK_M": shape.rows, "BLOCK_N": shape.keys}
+        for careful in (False, True):
+            all_of_it = {**arguments, **outputs, "flags": flags}
+            Launch(f"backward.{kind}", programs, all_of_it, {**constant, "CAREFUL": careful}, shape).run(device)
+
+    bias = r.bias
+    by_row = bias is not None and bias.shape[-1] == 1
+    by_key = bias is not None and bias.shape[-2] == 1 and not by_row
+    if wanted & {"query", "scale"} or (by_row and "bias" in wanted):
+        shape = tile("backward_rows", dim, r.query.dtype, switches["LEVEL"], target)
+        outputs: dict[str, Tensor | int | None] = {
+            "query_out": empty("query", *batch, r.n_query, r.query.shape[-1]),
+            "scale_out": empty("scale", *batch, r.n_query),
+            "bias_out": empty("bias", *batch, r.n_query, 1) if by_row else None,
+        }
+        launch("rows", -(-r.n_query // shape.rows) * given.n_batch, shape, outputs)
+    if wanted & {"key", "value"} or (by_key and "bias" in wanted):
+        shape = tile("backward_keys", dim, r.query.dtype, switches["LEVEL"], target)
+        shared = broadcast(
+            r.key.shape[:-2],
+            r.value.shape[:-2] if r.value is not None and valued else (),
+            bias.shape[:-2] if bias is not None and by_key and "bias" in wanted else (),
+        )
+        members = given.members(shared)
+        bounded = switches["START"] or switches["STOP"]
+        outputs = {
+            "key_out": empty("key", *shared, K, r.key.shape[-1]),
+            "value_out": empty("value", *shared, K, switches["V"]) if valued else None,
+            "bias_out": empty("bias", *shared, 1, K) if by_key else None,
+            "members": members,
+            "n_members": members.shape[1],
+            "bounds": _row_bounds(given.term, r.n_query, K, batch, shape) if bounded and given.term else None,
+        }
+        launch("keys", -(-K // shape.keys) * members.shape[0], shape, outputs)
+    if bias is not None and "bias" in wanted and not by_row and not by_key:
+        shape = tile("backward_pairs", dim, r.query.dtype, switches["LEVEL"], target)
+        members = given.members(tuple(bias.shape[:-2]))
+        out = empty("bias", *bias.shape[:-2], r.n_query, K)
+        programs = -(-r.n_query // shape.rows) * -(-K // shape.keys) * members.shape[0]
+        all_of_it = arguments | {"bias_out": out, "members": members, "n_members": members.shape[1]}
+        constant = switches | {"BLOCK_M": shape.rows, "BLOCK_N": shape.keys}
+        Launch("backward.pairs", programs, all_of_it, constant, shape).run(device)
+    for name in wanted - made.keys():  # a value that nothing flows back from
+        made[name] = torch.zeros_like(getattr(r, name), dtype=r.dtype)
+    found = {name: x.sum_to_size(getattr(r, name).shape) for name, x in made.items()}
+    return found if boost is None else {name: x / boost for name, x in found.items()}

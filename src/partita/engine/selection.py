@@ -1,0 +1,132 @@
+"""Keys chosen by their scores while streaming: the best of each row, or one drawn at random.
+
+    top      the k largest scores and their keys
+    sample   argmax_j (s_j - log waiting_j), waiting ~ Exp(1): a key drawn from p (the Gumbel-max rule)
+
+No gradient. Both look at tiles of scores, whose number depends on sizes, and both are operators where somebody traces:
+`partita::top` and `partita::sample` are one node each. A graph has no generator: a draw inside one takes its seed from
+torch's own random numbers, which a graph can have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from partita.engine import autograd, backends
+from partita.engine.autograd import OPERANDS_SCHEMA, PLAN_SCHEMA, Plan
+from partita.engine.backends import tiled
+from partita.engine.request import Request
+from partita.errors import ValueRangeError
+
+__all__ = ["sample", "top"]
+
+
+@torch.no_grad()
+def top(request: Request, k: int, *, kernels: bool) -> tuple[Tensor, Tensor]:  # (*b, Q, k) each
+    """The k best scores and their keys, best first; past the visible keys -inf and -1. A backend's kernel may serve."""
+    if torch.compiler.is_compiling():
+        plan, tensors = Plan.of(request, "")
+        score, index = torch.ops.partita.top(*tensors[:6], tensors[6:], *plan.options(), k)
+        return score, index
+    return _top(request, k, kernels)
+
+
+@torch.no_grad()
+def sample(request: Request, generator: torch.Generator | None = None) -> Tensor:  # (*b, Q)
+    """One key per row; -1 on an empty row."""
+    if torch.compiler.is_compiling():
+        if generator is not None:
+            raise ValueRangeError(
+                "a compiled graph has no generator: leave it None, torch.manual_seed governs the draw."
+            )
+        plan, tensors = Plan.of(request, "")
+        seed = torch.randint(1 << 62, (), device=request.query.device)
+        drawn: Tensor = torch.ops.partita.sample(*tensors[:6], tensors[6:], *plan.options(), seed)
+        return drawn
+    return _sample(request, generator)
+
+
+Tiles = Iterator[tuple[slice, Tensor]]
+
+
+def _top(request: Request, k: int, kernels: bool = True) -> tuple[Tensor, Tensor]:
+    kernel = backends.choose(request).top if kernels else None
+    known = None if kernel is None else kernel(request, k)
+    if known is not None:
+        return known
+    found = [_top_rows(request, rows, tiles, k) for rows, tiles in tiled.score_tiles(request)]
+    score = _rows_cat([s for s, _ in found], request, request.dtype, k)
+    return score, _rows_cat([i for _, i in found], request, torch.int64, k)
+
+
+def _top_rows(request: Request, rows: slice, tiles: Tiles, k: int) -> tuple[Tensor, Tensor]:
+    shape = (*request.batch, rows.stop - rows.start, k)
+    score = request.scale.new_full(shape, -torch.inf)
+    index = torch.full(shape, -1, dtype=torch.int64, device=request.query.device)
+    for cols, s in tiles:
+        own, at = s.topk(min(k, s.shape[-1]), -1)
+        at = torch.where(own.isneginf(), -1, at + cols.start)
+        score, order = torch.cat([score, own], -1).topk(k, -1)
+        index = torch.cat([index, at], -1).gather(-1, order)
+    return score, index
+
+
+def _sample(request: Request, generator: torch.Generator | None) -> Tensor:
+    parts = []
+    for rows, tiles in tiled.score_tiles(request):
+        shape = (*request.batch, rows.stop - rows.start)
+        best = request.scale.new_full(shape, -torch.inf)
+        index = torch.full(shape, -1, dtype=torch.int64, device=request.query.device)
+        for cols, s in tiles:
+            noise = torch.empty_like(s).exponential_(generator=generator).log_()
+            top, at = (s - noise).max(-1)
+            better = top > best
+            best = torch.where(better, top, best)
+            index = torch.where(better, at + cols.start, index)
+        parts.append(index)
+    return _rows_cat(parts, request, torch.int64)
+
+
+def _rows_cat(parts: list[Tensor], request: Request, dtype: torch.dtype, *tail: int) -> Tensor:
+    if not parts:
+        return torch.zeros((*request.batch, 0, *tail), dtype=dtype, device=request.query.device)
+    return torch.cat(parts, -1 - len(tail))
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+library.define("partita::top", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}, SymInt k) -> (Tensor, Tensor)")
+library.define("partita::sample", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}, Tensor seed) -> Tensor")
+
+
+def _read(arguments: Any) -> tuple[Request, Any]:
+    plan, tensors, (more,) = autograd.read(arguments)
+    return plan.request(tensors), more
+
+
+@library.impl("partita::top", "CompositeExplicitAutograd")
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _top(*_read(arguments))
+
+
+@library.register_fake("partita::top")  # type: ignore[untyped-decorator]
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    r, k = _read(arguments)
+    score = r.query.new_empty((*r.batch, r.n_query, k), dtype=r.dtype)
+    return score, torch.empty_like(score, dtype=torch.int64)
+
+
+@library.impl("partita::sample", "CompositeExplicitAutograd")
+def _(*arguments: Any) -> Tensor:
+    request, seed = _read(arguments)
+    return _sample(request, torch.Generator(seed.device).manual_seed(int(seed)))
+
+
+@library.register_fake("partita::sample")  # type: ignore[untyped-decorator]
+def _(*arguments: Any) -> Tensor:
+    r, _ = _read(arguments)
+    return r.query.new_empty((*r.batch, r.n_query), dtype=torch.int64)

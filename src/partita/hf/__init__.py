@@ -1,0 +1,13 @@
+"""Hugging Face: any model runs on partita's attention, and any language model trains without logits.
+
+partita.hf.register()
+model = AutoModel.from_pretrained(..., attn_implementation="partita")
+partita.hf.logit_free(model)
+"""
+
+from __future__ import annotations
+
+from partita.hf.attention import register, set_scale
+from partita.hf.logit_free import logit_free, logits_again
+
+__all__ = ["logit_free", "logits_again", "register", "set_scale"]

@@ -1,0 +1,145 @@
+"""Which findings count: some codes and no others, thresholds of one's own, and only what is new since a baseline.
+
+On the command line, or in pyproject.toml of the folder one stands in (or any TOML file, --config):
+
+    [tool.partita.findings]
+    ignore = ["SINK_HEAD"]
+    fail-on = "warning"
+    baseline = "partita-baseline.json"
+    thresholds = { collapsed = 0.005 }
+
+What is said on the command line goes before the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from partita.errors import PartitaError
+from partita.monitor.files import replace_file
+from partita.monitor.findings import CODES, SEVERITIES, Finding, Findings, Thresholds, at_or_above
+
+__all__ = ["Gate", "GateError", "gate", "read_baseline", "write_baseline"]
+
+SCHEMA = "partita.baseline/1"
+_KEYS = ("ignore", "only", "fail-on", "baseline", "thresholds")
+
+
+class GateError(PartitaError, ValueError):
+    """Options, a file or a baseline that cannot be meant."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What counts, and from which level on it fails a run."""
+
+    thresholds: Thresholds
+    ignore: frozenset[str] = frozenset()
+    only: frozenset[str] = frozenset()  # empty: all
+    fail_on: str | None = None
+    known: frozenset[tuple[str, str]] = frozenset()  # of the baseline: a code, and a head or a place
+
+    def counted(self, findings: Iterable[Finding]) -> Findings:
+        """Those of a code that counts and of which something is new."""
+        codes = (self.only or set(CODES)) - self.ignore
+        return Findings(f for f in findings if f.code in codes and not set(_places(f)) <= self.known)
+
+    def without_baseline(self) -> Gate:
+        return replace(self, known=frozenset())
+
+    def fails(self, findings: Iterable[Finding]) -> bool:
+        return self.fail_on is not None and bool(at_or_above(self.counted(findings), self.fail_on))
+
+
+def gate(options: argparse.Namespace) -> Gate:
+    """The options given, over those of the file."""
+    said, folder = _section(options.config)
+    if unknown := sorted(set(said) - set(_KEYS)):
+        raise GateError(f"[tool.partita.findings] has no {', '.join(unknown)}; it has {', '.join(_KEYS)}.")
+    limits = {name: float(value) for name, value in dict(said.get("thresholds", {})).items()}
+    for text in options.threshold or ():
+        name, _, number = text.partition("=")
+        try:
+            limits[name] = float(number)
+        except ValueError:
+            raise GateError(f"--threshold takes NAME=NUMBER; got {text!r}.") from None
+    try:
+        thresholds = Thresholds().with_(**limits)
+    except ValueError as error:
+        raise GateError(f"{error}.") from None
+    level = options.fail_on or said.get("fail-on")
+    if level is not None and level not in SEVERITIES:
+        raise GateError(f"fail-on must be one of {', '.join(SEVERITIES)}; got {level!r}.")
+    baseline = options.baseline or (folder / said["baseline"] if "baseline" in said else None)
+    return Gate(
+        thresholds,
+        _codes(options.ignore if options.ignore is not None else said.get("ignore", ())),
+        _codes(options.only if options.only is not None else said.get("only", ())),
+        level,
+        frozenset() if baseline is None else read_baseline(baseline),
+    )
+
+
+def _codes(given: Sequence[str]) -> frozenset[str]:
+    codes = [part.strip().upper() for text in given for part in str(text).split(",") if part.strip()]
+    if unknown := sorted(set(codes) - set(CODES)):
+        raise GateError(f"no finding is called {', '.join(unknown)}; they are {', '.join(CODES)}.")
+    return frozenset(codes)
+
+
+def _section(path: Path | None) -> tuple[dict[str, Any], Path]:
+    """[tool.partita.findings] of the file, empty where nobody wrote one; and the folder that names are relative to."""
+    file = Path("pyproject.toml") if path is None else path
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if path is None:
+            return {}, Path()
+        raise GateError(f"{path} does not exist.") from None
+    if "partita" not in text:
+        return {}, file.parent
+    try:
+        toml = importlib.import_module("tomllib")
+    except ImportError:  # Python 3.10
+        raise GateError(f"reading {file} needs Python 3.11 or later; give the options on the command line.") from None
+    try:
+        table = toml.loads(text)
+    except ValueError as error:
+        raise GateError(f"{file} is no TOML: {error}.") from None
+    section = table.get("tool", {}).get("partita", {}).get("findings", {})
+    return dict(section), file.parent
+
+
+# ---- baseline --------------------------------------------------------------------------------------------------------
+
+
+def _places(finding: Finding) -> list[tuple[str, str]]:
+    """A finding that names heads is known head by head, any other by its place."""
+    heads = [f"layer {layer} head {head}" for layer, head in finding.heads]
+    return [(finding.code, place) for place in heads or [finding.where]]
+
+
+def write_baseline(path: Path, findings: Iterable[Finding]) -> None:
+    places = sorted({place for finding in findings for place in _places(finding)})
+    rows = [{"code": code, "place": place} for code, place in places]
+    replace_file(path, json.dumps({"schema": SCHEMA, "known": rows}, indent=1) + "\n")
+
+
+def read_baseline(path: Path) -> frozenset[tuple[str, str]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["schema"] != SCHEMA:
+            raise GateError(f"{path} is a baseline of another kind: {found['schema']!r}, not {SCHEMA!r}.")
+        return frozenset((str(row["code"]), str(row["place"])) for row in found["known"])
+    except FileNotFoundError:
+        raise GateError(f"{path} does not exist; make it with --write-baseline.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, GateError):
+            raise
+        raise GateError(f"{path} is no baseline; make one with --write-baseline.") from None

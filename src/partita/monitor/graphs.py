@@ -1,0 +1,281 @@
+"""A graph that torch.compile made of a model, rewritten so that its softmaxes and losses report themselves.
+
+Every call of interest is replaced by the same call and a report of its arguments; outputs are what they were. Who asked
+for the compilation gets the rewritten graph into their own backend. Names come from torch.compile, which notes in which
+module each call was traced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from partita.interception import SDPA, SOFTMAX
+from partita.monitor.kernel import serve
+from partita.monitor.losses import FACES
+from partita.monitor.modules import could_be_attention
+from partita.monitor.operator import Site, report
+from partita.monitor.traced import mark
+
+PRODUCTS = (torch.matmul, torch.bmm, torch.einsum, "matmul", "bmm", "__matmul__")
+WRAPPED = ("tag_activation_checkpoint", "wrap")  # a body and its operands
+TICKET = "partita_ticket"
+
+
+@dataclass
+class About:
+    """What can be said of a graph as a whole."""
+
+    kernel: str
+    modules: set[str] = field(default_factory=set)  # whose code is in it
+    by_hand: set[str] = field(default_factory=set)  # that hold attention of which nothing is recorded
+
+
+class Instrumented:
+    """The user's backend behind a graph that reports; `kernel` as `watch` takes it."""
+
+    def __init__(self, backend: Callable[..., Any], kernel: str) -> None:
+        self.backend, self.kernel = backend, kernel
+        self.__name__ = getattr(backend, "__name__", type(backend).__name__)
+
+        innermost: Any = backend
+        while hasattr(innermost, "_torchdynamo_orig_backend"):
+            innermost = innermost._torchdynamo_orig_backend
+        self._innermost = innermost
+
+    def __eq__(self, other: object) -> bool:
+        """torch.compile lets modules of one class share a graph where their backends are equal."""
+        if not isinstance(other, Instrumented) or self.kernel != other.kernel:
+            return False
+        return bool(self._innermost == other._innermost)
+
+    def __hash__(self) -> int:
+        return hash(Instrumented)
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        ticket = torch.zeros((), dtype=torch.int64)
+        changed = rewritten(graph, ticket, self.kernel)
+        if changed is None:
+            return self.backend(graph, inputs, **options)
+        made = self.backend(changed, [*inputs, ticket], **options)
+        return lambda *args: made(*args, ticket)
+
+
+def rewritten(module: fx.GraphModule, ticket: Tensor, kernel: str = "own") -> fx.GraphModule | None:
+    """The same graph, in which softmaxes and losses report, with one more input, the last; None where it has none."""
+    about = About(kernel)
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, known))
+    made = fx.GraphModule(module, graph, type(module).__name__)
+    made.__dict__ |= {name: x for name, x in vars(module).items() if name not in vars(made)}
+    made.meta = module.meta
+    token = _one_more_input(graph)
+    token.meta["example_value"] = ticket
+    # torch.compile asks every input where it comes from; this one is not the user's
+    for node, copy in {**known, token: token}.items():
+        if node.op == "placeholder":
+            copy._dynamo_source = getattr(node, "_dynamo_source", None)
+    if not _rewrite(made, token, about):
+        return None
+    with graph.inserting_after(token):
+        graph.call_function(_reporting(_nothing, Site("graph", "", about=about)), (token,))
+    made.recompile()
+    return made
+
+
+def _one_more_input(graph: fx.Graph) -> fx.Node:
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        return graph.placeholder(TICKET)
+
+
+def _rewrite(module: fx.GraphModule, token: fx.Node, about: About) -> bool:
+    """Rewrites the nodes; whether there was anything to say."""
+    found = False
+    for node in list(module.graph.nodes):
+        where = stack(node)
+        about.modules |= {path for path, _ in where}
+        path, kind = where[-1] if where else ("", None)
+        inner = _body(module, node)
+        if inner is not None:
+            carried = _one_more_input(inner.graph)
+            if _rewrite(inner, carried, about):
+                node.args, found = (*node.args, token), True
+                inner.recompile()
+            else:
+                inner.graph.erase_node(carried)
+            continue
+        call = _called(node)
+        made: Callable[..., Any] | None = None
+        if call is SDPA_ITSELF:
+            made = _sdpa(Site(_title(kind), path, crosses(node, path)), about.kernel)
+        elif call is F.multi_head_attention_forward:
+            cross = node.args[0] is not node.args[1]
+            fused, written = (Site(title, path, cross) for title in ("MultiheadAttention", "softmax"))
+            made = _open_multi_head(_sdpa(fused, about.kernel), written)
+        elif call in FUSED_LAYERS:
+            made = _reporting(call, Site(FUSED_LAYERS[call], path))
+        elif call is mark:
+            made = _reporting(_nothing, Site("face", path, crosses(node, path)))
+        elif call in FACES:
+            made = _reporting(call, Site(FACES[call][0], path))
+        elif call in SOFTMAXES and _over_keys(node):
+            if kind is not None and not could_be_attention(path, kind):
+                about.by_hand |= {path} if multiplies(node) else set()
+                found = found or multiplies(node)
+                continue
+            made = _reporting(SOFTMAXES[call], Site("softmax", path, crosses(node, path)))
+        if made is not None:
+            node.op, node.target, node.args, found = "call_function", made, (token, *node.args), True
+    return found
+
+
+# ---- what replaces a call -------------------------------------------------------------------------------------------
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _reporting(call: Callable[..., Any], site: Site) -> Callable[..., Any]:
+    def reported(ticket: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = call(*args, **kwargs)
+        report(ticket, site, args, kwargs)
+        return out
+
+    return reported
+
+
+def _sdpa(site: Site, kernel: str) -> Callable[..., Any]:
+    """torch's attention and a report; or partita's with its statistics, where it may and can serve."""
+
+    def reported(ticket: Tensor, *args: Any, **kwargs: Any) -> Any:
+        served = serve(args, kwargs) if kernel == "partita" else None
+        out, stats = (SDPA_ITSELF(*args, **kwargs), None) if served is None else served
+        report(ticket, site, args, {**kwargs, "stats": stats})
+        return out
+
+    return reported
+
+
+def _open_multi_head(fused: Callable[..., Any], written: Site) -> Callable[..., Any]:
+    """MultiheadAttention is one call in a graph; its SDPA, or its softmax where weights are returned, report."""
+
+    def reported(ticket: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def sdpa(inner: Callable[..., Any], *a: Any, **k: Any) -> Any:
+            # whatever else serves it may have a scale of its own
+            return fused(ticket, *a, **k) if inner is SDPA_ITSELF else inner(*a, **k)
+
+        def softmax(inner: Callable[..., Any], scores: Tensor, *a: Any, **k: Any) -> Any:
+            report(ticket, written, (scores,), {})
+            return inner(scores, *a, **k)
+
+        wrappers = [(patch, patch.add(wrap, traced=True)) for patch, wrap in ((SDPA, sdpa), (SOFTMAX, softmax))]
+        try:
+            return F.multi_head_attention_forward(*args, **kwargs)
+        finally:
+            for patch, wrapper in wrappers:
+                patch.remove(wrapper)
+
+    return reported
+
+
+# ---- reading a graph ------------------------------------------------------------------------------------------------
+
+SDPA_ITSELF = torch._C._nn.scaled_dot_product_attention
+SOFTMAXES: dict[Any, Callable[..., Any]] = {
+    F.softmax: F.softmax,
+    torch.softmax: torch.softmax,
+    "softmax": torch.softmax,
+}
+FUSED_LAYERS: dict[Any, str] = {
+    torch._transformer_encoder_layer_fwd: "encoder layer",
+    torch._native_multi_head_attention: "fused attention",
+}
+
+
+def stack(node: fx.Node) -> list[tuple[str, type]]:
+    """The modules a call was traced in, outermost first: (path inside the compiled module, class)."""
+    return [(inside(source), kind) for source, kind in node.meta.get("nn_module_stack", {}).values()]
+
+
+def inside(source: str) -> str:
+    """A path such as get_submodule takes, from what torch.compile calls a module.
+
+    >>> inside("L['self'].layers.0.attn"), inside("L['args'][0].layers[0].attn"), inside("L['self']")
+    ('layers.0.attn', 'layers.0.attn', '')
+    """
+    # what was compiled beside an attached watch begins with our own wrapper, whose arguments begin with the module
+    rest = re.sub(r"^\w+\['args'\]\[0\]|^\w+\[[^\]]*\]", "", source)
+    return ".".join(x.strip("'\"") for x in re.findall(r"[^.\[\]]+", rest) if x not in ("_modules",))
+
+
+def _called(node: fx.Node) -> Any:
+    return node.target if node.op in ("call_function", "call_method") else None
+
+
+def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The graph inside a checkpointed call."""
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node) or first.op != "get_attr" or getattr(node.target, "_name", "") not in WRAPPED:
+        return None
+    found = module.get_submodule(str(first.target))
+    return found if isinstance(found, fx.GraphModule) else None
+
+
+def _title(kind: type | None) -> str:
+    return "MultiheadAttention" if kind is not None and issubclass(kind, nn.MultiheadAttention) else "sdpa"
+
+
+def _over_keys(node: fx.Node) -> bool:
+    """A softmax over the last of three or four dimensions."""
+    scores = node.args[0] if node.args else node.kwargs.get("input")
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    value = scores.meta.get("example_value") if isinstance(scores, fx.Node) else None
+    return isinstance(value, Tensor) and value.dim() in (3, 4) and dim in (-1, value.dim() - 1)
+
+
+def multiplies(node: fx.Node) -> bool:
+    """A softmax times something is attention, whatever its module is called."""
+    for user in node.users:
+        call = _called(user)
+        if call in PRODUCTS or str(call) == "<built-in function matmul>":
+            return True
+        if call in (F.dropout, "to", "type_as", "contiguous") and multiplies(user):
+            return True
+    return False
+
+
+def crosses(node: fx.Node, path: str) -> bool:
+    """Query and key are made of different inputs of the module they are made in."""
+    query, key = [*_given(node), None, None][:2]
+    if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
+        return False
+    a, b = set(_sources(query, path, set())), set(_sources(key, path, set()))
+    return bool(a) and bool(b) and not a & b
+
+
+def _given(node: fx.Node) -> Iterator[Any]:
+    yield from node.args[1] if node.target is mark else node.args  # type: ignore[misc]
+
+
+def _sources(node: fx.Node, path: str, seen: set[fx.Node]) -> Iterator[fx.Node]:
+    """What comes into the module, parameters left out."""
+    if node in seen:
+        return
+    seen.add(node)
+    where = stack(node)
+    here = where[-1][0] if where else ""
+    if node.op == "placeholder" or not (here == path or here.startswith(path + "." if path else "")):
+        value = node.meta.get("example_value")
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            yield node
+        return
+    for source in node.all_input_nodes:
+        yield from _sources(source, path, seen)

@@ -1,0 +1,204 @@
+"""A row of the table for every public name: the calls of `tests.surface`, and what that file has no use for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import partita
+from partita import attn, contrastive, nn, scale, support
+from tests import surface
+from tests.surface import Given
+
+CALLS = dict(surface.CALLS)
+
+
+def row(name: str, function: Any) -> None:
+    """One more call, or one in place of the surface's that suits a graph better."""
+    CALLS[name] = function
+
+
+# ---- the distribution ------------------------------------------------------------------------------------------------
+
+for read in ("mean_score", "score_variance", "max_score"):
+    row(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
+row("Gibbs.mean", lambda g: g.gibbs().mean(g.real("batch", "heads", "n_key", "dim_value")))
+row("Gibbs.reduce", lambda g: g.gibbs().reduce(target=g.index("n_key", "batch", "heads", "n_query"), rank=True).nll())
+row(
+    "Gibbs.weighted_nll",
+    lambda g: partita.Gibbs(*g.linear()[:2]).weighted_nll(g.index("classes", "rows"), g.plain("rows")),
+)
+row("Gibbs.both_ways_nll", lambda g: partita.Gibbs(*g.pairs()).both_ways_nll())
+row("Gibbs.scale", lambda g: partita.Gibbs(*g.qkv()[:2], scale=scale.LogLength(16), support=support.causal()).scale)
+CALLS["measure_sigma"] = lambda g: torch.as_tensor(
+    scale.measure_sigma(*g.qkv()[:2], support.causal()), dtype=torch.float64
+)
+row(
+    "measure_sigma, policy",
+    lambda g: scale.GaussianEntropy(0.5, scale.measure_sigma(*g.qkv()[:2]))(g.index(9, "rows"), 4),
+)
+row("from_temperature", lambda g: scale.from_temperature(g.real("rows").exp()))
+row(
+    "solve_scale, grouped",
+    lambda g: partita.solve_scale(
+        g.qkv()[0], g.qkv("batch", "few")[1], width=2.0, support=support.causal(), grouped=True
+    ),
+)
+row(
+    "scale.TargetEntropy, hiding bias",
+    lambda g: partita.attention(*g.qkv(), g.index(2, "n_key").double().log(), scale=scale.TargetEntropy(entropy=0.5)),
+)
+row("support.joined", lambda g: g.gibbs(support=_joined(g)).stats())
+
+
+def _joined(g: Given) -> support.Support:
+    """Two pairs of segment ids, a length and a window, by & and |."""
+    ids = [support.segments(g.index(2, "batch", "n_query"), g.index(2, "batch", "n_key")) for _ in range(2)]
+    return (ids[0] & ids[1] & support.lengths(g.index("n_key", "batch"))) | support.window(0, 0)
+
+
+row("support.dense", lambda g: support.window(1, 0).dense(g.sizes["n_query"], g.sizes["n_key"], (), "cpu"))
+row("mutual_information_bound", lambda g: partita.mutual_information_bound(g.real("rows").exp(), 64).value)
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+row("attention, everything", lambda g: partita.attention(
+    g.qkv()[0], *g.qkv("batch", "few")[1:], g.index(2, "n_query", "n_key").bool(), is_causal=True, enable_gqa=True,
+    scale=scale.SqrtLogLength(16), bias=g.real("heads", "n_query", "n_key"), softcap=4.0, sink=g.real("heads"),
+    support=support.window(3, None), return_stats=True,
+))  # fmt: skip
+row("attention, scale per row", lambda g: partita.attention(*g.qkv(), scale=g.real("heads", "n_query")))
+row("attention, ALiBi and a policy", lambda g: partita.attention(
+    *g.qkv(), bias=attn.ALiBi(g.real("heads"), "bottom-right"), is_causal=True, scale=scale.LogLength(16),
+    return_stats=True,
+))  # fmt: skip
+row("gumbel_attention, hard", lambda g: attn.gumbel_attention(*g.qkv(), hard=True))
+row("top_k_attention, grouped", lambda g: attn.top_k_attention(
+    g.qkv()[0], *g.qkv("batch", "few")[1:], 2, enable_gqa=True, is_causal=True
+))  # fmt: skip
+row("sinusoidal", lambda g: attn.sinusoidal(g.sizes["n_key"], 4))
+row("alibi_slopes", lambda g: attn.alibi_slopes(6))
+row("rotary, positions", lambda g: attn.rotary(g.qkv()[0], g.index(100, "n_query")))
+
+
+# ---- losses and contrast ---------------------------------------------------------------------------------------------
+
+for reduction in ("sum", "none"):
+    row(
+        f"linear_cross_entropy, everything, {reduction}",
+        lambda g, r=reduction: partita.linear_cross_entropy(
+            *g.linear(), linear_bias=g.real("classes"), weight=g.plain("classes").abs(), label_smoothing=0.1,
+            z_loss=0.01, ignore_index=0, reduction=r, scale=g.real("rows").exp(),
+        ),
+    )  # fmt: skip
+row("linear_cross_entropy, tokens", lambda g: partita.linear_cross_entropy(
+    g.real("batch", "n_query", "dim"), g.real("classes", "dim"), g.index("classes", "batch", "n_query"), shift=1,
+    ignore_index=0, return_stats=True,
+))  # fmt: skip
+row(
+    "info_nce_loss, per row",
+    lambda g: partita.info_nce_loss(*g.pairs(), temperature=g.plain("rows").exp(), reduction="none"),
+)
+row(
+    "info_nce_loss, guide",
+    lambda g: partita.info_nce_loss(*g.pairs(), exclude=contrastive.Guide(*(x.detach() for x in g.pairs()))),
+)
+row("info_nce_loss, queue", lambda g: partita.info_nce_loss(*g.pairs(), queue=queue(g), return_stats=True))
+row("info_nce_loss, labels and queue", lambda g: partita.info_nce_loss(
+    *g.pairs(), labels=g.index(3, "rows"), queue=queue(g, labelled=True), return_stats=True
+))  # fmt: skip
+row("nt_xent_loss, none", lambda g: partita.nt_xent_loss(*g.pairs(), reduction="none"))
+row("sort_by_label", lambda g: contrastive.sort_by_label(g.index(3, "rows"), g.index(3, "n_key"))[0])
+row("OtherLabel", lambda g: _other_label(g))
+
+
+def queue(g: Given, labelled: bool = False) -> contrastive.Queue:
+    """Half full; the same keys each time it is made."""
+    made = g.module(_Filled, labelled)
+    return made
+
+
+class _Filled(contrastive.Queue):
+    def __init__(self, labelled: bool):
+        super().__init__(6, 4, labelled=labelled, dtype=torch.float64)
+        keys = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(3, 4)
+        self.push(keys, torch.tensor([0, 1, 0]) if labelled else None)
+
+
+def _other_label(g: Given) -> Any:
+    order, seen = contrastive.sort_by_label(g.index(3, "rows"), g.index(3, "n_key"))
+    return partita.Gibbs(g.real("rows", "dim"), g.real("n_key", "dim")[order], support=seen).stats()
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+row("nn.MultiheadAttention, weights", lambda g: surface.layer(g, add_zero_attn=True))
+row("nn.TransformerDecoderLayer", lambda g: g.module(nn.TransformerDecoderLayer, 8, 2, 16, 0.0, batch_first=True)(
+    g.real("batch", "n_query", 8), g.real("batch", "n_key", 8), tgt_is_causal=True
+))  # fmt: skip
+row("nn.CrossEntropyLoss", lambda g: g.module(nn.CrossEntropyLoss, label_smoothing=0.1)(*g.logits()))
+row("nn.FocalLoss", lambda g: g.module(nn.FocalLoss)(*g.logits()))
+row("nn.MSELoss", lambda g: g.module(nn.MSELoss)(*g.logits()))
+row("nn.MAELoss", lambda g: g.module(nn.MAELoss)(*g.logits()))
+row(
+    "nn.NCELoss",
+    lambda g: g.module(nn.NCELoss)(g.real("rows"), g.real("rows", "few"), g.plain("rows"), g.plain("rows", "few")),
+)
+row("nn.DistillationLoss", lambda g: g.module(nn.DistillationLoss, 2.0)(g.logits()[0], g.logits()[0]))
+row("nn.NTXentLoss", lambda g: g.module(nn.NTXentLoss)(*g.pairs()))
+row("nn.SupConLoss", lambda g: g.module(nn.SupConLoss)(g.pairs()[0], g.index(3, "rows")))
+row("nn.ScalableSoftmax", lambda g: g.module(nn.ScalableSoftmax, 4)(g.index(9, "heads", "n_query"), 8))
+row(
+    "nn.TemperatureController, observe",
+    lambda g: g.module(nn.TemperatureController, 4, entropy=0.5).observe(g.gibbs().stats()),
+)
+row("nn.qk_clip_", lambda g: nn.qk_clip_(g.module(nn.MultiheadAttention, 8, 2), g.plain(2).exp() * 300))
+
+# Calls that draw random numbers: a graph draws others.
+CHANCE = {"Gibbs.sample", "attention, dropout", "gumbel_attention", "gumbel_attention, hard"}
+
+# ---- which row shows which public name -------------------------------------------------------------------------------
+
+MODULES = ("attn", "contrastive", "engine", "losses", "metrics", "nn", "scale", "support")
+
+# Shown by the row of another: they are arguments.
+SHOWN_BY = {
+    "contrastive.AbovePositive": "info_nce_loss, rule",
+    "contrastive.Guide": "info_nce_loss, guide",
+    "contrastive.Queue": "info_nce_loss, queue",
+    "attn.ALiBi": "attention, ALiBi",
+    "attn.RelativeBias": "attention, RelativeBias",
+    "attn.ScaleInvariant": "pair_attention",
+}
+# Names that nobody calls inside a graph, and why.
+NO_CALL = {
+    **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
+                     "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "what calls return"),
+    **dict.fromkeys(("attn.Bias", "contrastive.Exclusion", "scale.Policy", "support.Support"), "abstract"),
+    "attn.PairHook": "a type",
+    **dict.fromkeys(("backend", "engine.backend"), "around a call of the graph: the choice is read when it runs"),
+    "replace_sdpa": "around a call of the graph: tests/compile/test_models.py",
+    **dict.fromkeys(("backends", "explain", "engine.explain"), "text about the machine"),
+    **dict.fromkeys(("watch", "load_record", "monitor"), "around a model: see the monitor's own pages"),
+    **dict.fromkeys(("adapters", "distributed", "errors", "hf", "theory"), "left out: the page says why"),
+}  # fmt: skip
+
+
+def public_names() -> list[str]:
+    """What partita lists, and what its modules list that it does not."""
+    names = [name for name in partita.__all__ if name not in MODULES]
+    for module in MODULES:
+        names += [f"{module}.{name}" for name in getattr(partita, module).__all__]
+    return names
+
+
+def rows_of(name: str) -> list[str]:
+    """The rows that show a public name."""
+    last = name.split(".")[-1]
+    found = [SHOWN_BY[name]] if name in SHOWN_BY else []
+    for title in CALLS:
+        called = title.split(", ")[0]
+        if called in (name, last) or called.startswith((f"{name}.", f"{last}.")):
+            found.append(title)
+    return found

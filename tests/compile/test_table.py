@@ -1,0 +1,77 @@
+"""Every public name has a row, and every row compiles into one graph: its values, its gradients, at other sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.compile import table
+from tests.compile.calls import compare
+from tests.compile.rows import CALLS, CHANCE, NO_CALL, SHOWN_BY, public_names, rows_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
+
+# One of each kind: a pass with everything, a choice, a search, a loss, contrast, a module.
+SAMPLE = (
+    "attention, everything",
+    "Gibbs.top",
+    "solve_scale, grouped",
+    "linear_cross_entropy, everything",
+    "info_nce_loss, labels and queue",
+    "nn.MultiheadAttention, options",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory):
+    """Inductor's files in a folder of this run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_every_public_name_has_a_row(name):
+    if name in NO_CALL:
+        assert not rows_of(name), f"{name} has a row now: take it out of NO_CALL"
+    else:
+        assert rows_of(name), f"{name} has no row in tests/compile/rows.py"
+
+
+def test_the_lists_name_what_there_is():
+    assert set(NO_CALL) | set(SHOWN_BY) <= set(public_names())
+    assert set(SHOWN_BY.values()) | CHANCE | set(SAMPLE) <= set(CALLS)
+
+
+@pytest.mark.parametrize("title", CALLS)
+def test_one_graph_serves_two_sizes(title):
+    compare(CALLS[title], "aot_eager", True, chance=title in CHANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", CALLS)
+def test_one_graph_of_fixed_sizes(title):
+    compare(CALLS[title], "aot_eager", False, chance=title in CHANCE)
+
+
+@pytest.mark.parametrize("title", SAMPLE)
+def test_inductor_compiles_a_sample(title):
+    compare(CALLS[title], "inductor", True, chance=title in CHANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("title", CALLS)
+def test_inductor_compiles_everything(title, dynamic):
+    compare(CALLS[title], "inductor", dynamic, chance=title in CHANCE)
+
+
+def test_the_page_shows_the_table():
+    """What is committed: a row for each call, in this order, and nothing in it that refuses."""
+    cells = table.load()
+    assert set(cells) <= set(CALLS)
+    assert table.render(cells) in table.PAGE.read_text()
+    for title in CALLS:
+        for way, said in cells[title].items():
+            assert said in ("works", "forward"), f"{title}, {way}: {said}"

@@ -1,0 +1,59 @@
+"""Adapters whose candidates come from all ranks, beside the originals."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from partita.adapters import open_clip
+from partita.adapters.sentence_transformers import MultipleNegativesRankingLoss
+
+GTE = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
+
+class Table(nn.Module):
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": features["x"]}
+
+
+def own_rows(columns: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(10 + dist.get_rank())
+    return [torch.randn(5, 6, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(columns)]
+
+
+def assert_same(ours: Tensor, theirs: Tensor, leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(ours, theirs)
+    mine, peers = (torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (ours, theirs))
+    for a, b in zip(mine, peers, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def ranking(group: Any, hardness: str | None) -> None:
+    from sentence_transformers.sentence_transformer import losses
+
+    options = {"gather_across_devices": True, "directions": GTE, "hardness_mode": hardness, "hardness_strength": 3.0}
+    ours = MultipleNegativesRankingLoss(Table(), **options)  # type: ignore[arg-type]
+    theirs = losses.MultipleNegativesRankingLoss(Table(), **options)
+    given = own_rows(3)
+    features = [{"x": x} for x in given]
+    assert_same(ours(features, None), theirs(features, None), given)
+
+
+def clip(group: Any) -> None:
+    files = importlib.metadata.files("open_clip_torch") or []
+    spec = importlib.util.spec_from_file_location(
+        "open_clip_loss", next(f.locate() for f in files if str(f) == "open_clip/loss.py")
+    )
+    assert spec is not None and spec.loader is not None
+    peer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(peer)
+    options = {"gather_with_grad": True, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    image, text = own_rows(2)
+    scale = torch.tensor(3.0, dtype=torch.float64)
+    ours, theirs = (kind(**options)(image, text, scale) for kind in (open_clip.ClipLoss, peer.ClipLoss))
+    assert_same(ours, theirs, [image, text])

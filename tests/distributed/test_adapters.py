@@ -1,0 +1,26 @@
+"""Adapters over two ranks: value and gradient are those of the libraries they stand in for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+import pytest
+
+from tests.distributed.world import Worlds
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("sentence_transformers") is None, reason="pip install sentence-transformers"
+)
+@pytest.mark.parametrize("hardness", [None, "in_batch_negatives", "hard_negatives", "all_negatives"])
+def test_sentence_transformers_gathers_across_devices(worlds: Worlds, hardness: str | None) -> None:
+    worlds.of(2).run("adapters", "ranking", hardness=hardness)
+
+
+def test_open_clip_gathers_with_gradients(worlds: Worlds) -> None:
+    try:
+        importlib.metadata.version("open_clip_torch")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("pip install --no-deps open_clip_torch")
+    worlds.of(2).run("adapters", "clip")

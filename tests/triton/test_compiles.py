@@ -1,0 +1,127 @@
+"""Every kernel compiles for every device without one, and needs no more than what is committed.
+
+The fast test compiles a fixed sample (`gpu_resources.sample`), the slow one everything. Compiling needs a process
+without TRITON_INTERPRET, so it has one of its own; Triton keeps what it compiled, so a second run takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_pages
+from benchmarks.gpu_resources import DIMS, DTYPES, LEVELS, TABLE, cases, excess, sample
+from benchmarks.paper_device import DEVICES
+from benchmarks.roofline import CHIPS, bound, bounds
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = json.loads(TABLE.read_text())
+KERNELS = {record["name"]: record for record in COMMITTED["kernels"]}
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def compiled_anew(which: str) -> list[dict]:
+    env = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PARTITA_BACKEND")}
+    command = [sys.executable, "-m", "benchmarks.gpu_resources", which]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def same_triton() -> None:
+    """Another version makes other code: the numbers are those of one."""
+    from triton import __version__
+
+    if __version__ != COMMITTED["triton"]:
+        pytest.skip(f"the table was made with triton {COMMITTED['triton']}, this is {__version__}: make gpu-resources")
+
+
+@needs_triton
+def test_the_sample_compiles_within_the_budget() -> None:
+    same_triton()
+    found = compiled_anew("sample")
+    assert len(found) >= len(list(sample()))
+    assert [line for record in found for line in excess(record, KERNELS[record["name"]])] == []
+
+
+@needs_triton
+@pytest.mark.slow
+def test_everything_compiles_within_the_budget() -> None:
+    same_triton()
+    found = compiled_anew("all")
+    assert {record["name"] for record in found} == set(KERNELS)
+    assert [line for record in found for line in excess(record, KERNELS[record["name"]])] == []
+
+
+def test_the_table_covers_what_it_should() -> None:
+    have = {(r["device"], r["kernel"], r["dtype"], r["dim"], r["level"]) for r in KERNELS.values() if not r["asks"]}
+    for device in DEVICES:
+        for kernel in ("forward", "backward_rows", "backward_keys"):
+            for dtype in DTYPES:
+                for dim in DIMS:
+                    levels = LEVELS[kernel.split("_")[0]]
+                    assert {(device, kernel, dtype, dim, level) for level in levels} <= have
+    cased = {case.name for case in cases()}
+    assert {r["name"].removesuffix(f"-{r['kernel']}") for r in KERNELS.values()} == cased
+    assert {case.name for case in sample()} <= cased
+
+
+def test_no_committed_kernel_exceeds_its_device() -> None:
+    """No spill up to D 128 on sm_80 and sm_90, shared memory that the device has, products on tensor cores."""
+    assert [line for record in KERNELS.values() for line in excess(record, record)] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"spilled": 8}, "spills 8 bytes"),
+        ({"shared_bytes": 200_000}, "more than the 166,912"),
+        ({"tensor": ""}, "no tensor cores"),
+        ({"registers": 256}, "registers: 256, committed"),
+    ],
+)
+def test_what_exceeds_is_said(change, said) -> None:
+    known = KERNELS["sm_80-forward-bfloat16-128-2-forward"]
+    assert any(said in line for line in excess({**known, **change}, known))
+
+
+def test_the_pages_are_those_of_the_table() -> None:
+    assert gpu_pages.RESOURCES.read_text() == gpu_pages.resources_page(COMMITTED), "make gpu-resources"
+    page = gpu_pages.GPU.read_text()
+    assert gpu_pages.MARKED.search(page)
+    assert page == gpu_pages.with_roofline(page, COMMITTED), "make gpu-resources"
+
+
+def test_a_roofline_by_hand() -> None:
+    """128 x 64 scores of 64 features: 4 * 128 * 64 * 64 operations, 1024 multiply-adds a clock."""
+    counts = {"tensor": 1, "exponentials": 32, "floats": 64, "all": 128}
+    record = {
+        "kernel": "forward",
+        "rows": 128,
+        "keys": 64,
+        "warps": 8,
+        "dim": 64,
+        "itemsize": 2,
+        "level": 0,
+        "loop": counts,
+    }
+    found = bound(record, CHIPS[0])
+    assert found.clocks["matrix"] == 1024
+    assert found.clocks["exp"] == 32 * 256 / 16
+    assert found.clocks["float"] == 64 * 256 / 64
+    assert found.clocks["issue"] == 128 * 256 / 128
+    assert found.uncached == pytest.approx(16384 / (2.039e12 / 108 / 1.41e9))  # keys and values of 8 KiB each
+    assert found.bounding == "matrix" and found.side_by_side == 1.0
+    assert found.one_by_one == 1024 / (1024 + 512)  # exponentials take the longest of the rest
+
+
+def test_every_chip_has_a_roofline() -> None:
+    found = bounds(KERNELS.values())
+    for chip in CHIPS:
+        assert {(b.kernel, b.dim, b.level) for b in found if b.chip == chip.name} >= {("forward", d, 2) for d in DIMS}
