@@ -23,7 +23,7 @@ CPP     := $(wildcard native/*.cpp native/*.h)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 FAST   := -m "not slow and not gpu"
 # Tests of what is computed, as opposed to how the package is made.
-CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging memory exports layers errors),$(wildcard tests/test_*.py))
+CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging typing memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements compile-table docs site test-site sanitize dist release-check test-triton bench-gpu gpu-resources clean
@@ -131,10 +131,10 @@ dist: $(VENV)/site.stamp   ## source archive, wheel, and wheel without the nativ
 	rm -rf dist
 	$(BIN)/python -m build .
 	$(BIN)/python -m build --wheel -C wheel.cmake=false .
-	$(BIN)/python packaging/check_wheel.py dist/*.whl
+	$(BIN)/python release/check_wheel.py dist/*.whl
 
 release-check: dist test-site   ## all of RELEASING.md that can be done on this machine
-	for wheel in dist/*.whl; do packaging/clean_install.sh $$wheel || exit 1; done
+	for wheel in dist/*.whl; do release/clean_install.sh $$wheel || exit 1; done
 
 # A second copy of the package, its library built with the sanitizers, shadows the installed one.
 sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built with address and undefined-behaviour checks

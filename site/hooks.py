@@ -148,6 +148,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def navigation(files: Files) -> list[Any]:
     pages = {f.src_uri: title(f.content_string, f.src_uri) for f in files.documentation_pages()}
+    for uri in pages:  # a question is a heading, but too long for a menu
+        if uri.startswith("study/") and not uri.endswith("/index.md"):
+            pages[uri] = Path(uri).stem.replace("_", " ")
     pages.pop("index.md")
     claimed = [p for starts in SECTIONS.values() for p in starts if p != "*"]
     free = [p for p in pages if not any(p == c or (c.endswith("/") and p.startswith(c)) for c in claimed)]

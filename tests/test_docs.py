@@ -22,7 +22,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"^<!-- needs: ([\w ]+) -->$", re.MULTILINE)
-LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")  # pictures too
 
 
 def python_blocks(text: str) -> Iterator[tuple[int, str]]:

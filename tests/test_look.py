@@ -51,12 +51,16 @@ def test_statistics_show_their_range_and_what_is_not_finite():
 
 def test_statistics_of_losses_show_themselves_under_their_own_names():
     x = torch.eye(4)
-    for call in (partita.info_nce_loss, partita.nt_xent_loss):
-        stats = call(x, x, return_stats=True)[1]
-        assert repr(stats).startswith(f"{type(stats).__name__} of ")
+    calls = [
+        lambda: partita.info_nce_loss(x, x, return_stats=True),
+        lambda: partita.nt_xent_loss(x, x, return_stats=True),
+        lambda: partita.linear_cross_entropy(x, x, torch.arange(4), return_stats=True),
+        lambda: partita.supcon_loss(x, torch.arange(4) % 2, return_stats=True),
+    ]
+    for call in calls:
+        stats = call()[1]
+        assert repr(stats).startswith(f"{type(stats).__name__} of {len(stats.entropy)} rows")
         assert all(field in repr(stats) for field in stats._fields)
-    stats = partita.linear_cross_entropy(x, x, torch.arange(4), return_stats=True)[1]
-    assert repr(stats).startswith("LossStats of 4 rows")
 
 
 def test_statistics_without_numbers_show_their_shape():

@@ -1,4 +1,4 @@
-"""The faces as type checkers see them; written by packaging/signatures.py, held to the functions by a test."""
+"""The faces as type checkers see them; written by release/signatures.py, held to the functions by a test."""
 
 from typing import Literal, overload
 

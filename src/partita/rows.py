@@ -80,6 +80,7 @@ class ClassStats(_ClassFields, LossStats):  # type: ignore[misc]  # tuples whose
     """`LossStats` of a classifier's rows, and the class it would choose; -1 where a row was ignored."""
 
     __slots__ = ()
+    __repr__ = Stats.__repr__
 
 
 _IGNORED = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1, "predicted": -1}  # the others: 0

@@ -1,6 +1,6 @@
 """Write src/partita/_signatures.pyi: what the faces return, for type checkers, by the value of `return_stats`.
 
-    python packaging/signatures.py
+    python release/signatures.py
 
 A plain call gives a Tensor, `return_stats=True` a pair, and a bool that is not known beforehand either. Parameters are
 those of the functions themselves; written out by hand they would be three copies of each signature.
@@ -23,7 +23,7 @@ STATS = {
     "supcon_loss": "LabelStats",
 }
 HEAD = '''\
-"""The faces as type checkers see them; written by packaging/signatures.py, held to the functions by a test."""
+"""The faces as type checkers see them; written by release/signatures.py, held to the functions by a test."""
 
 from typing import Literal, overload
 

@@ -1,6 +1,6 @@
 """What is inside a wheel: its tag, its size, what its library links to, the oldest system it runs on.
 
-    python packaging/check_wheel.py dist/*.whl
+    python release/check_wheel.py dist/*.whl
 
 Fails where a library needs anything but the C, C++ and OpenMP runtimes, or a C library younger than the wheel's own
 manylinux tag promises. A wheel that was built outside a manylinux image says which tag it could bear. Reads ELF with

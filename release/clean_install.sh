@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Install a wheel into an environment of its own, with no compiler on the PATH, and run the core of the suite there.
 #
-#   packaging/clean_install.sh dist/partita-0.1.0-py3-none-any.whl
-#   BASE=.venv/lib/python3.11/site-packages packaging/clean_install.sh WHEEL     torch and pytest from there, not anew
+#   release/clean_install.sh dist/partita-0.1.0-py3-none-any.whl
+#   BASE=.venv/lib/python3.11/site-packages release/clean_install.sh WHEEL     torch and pytest from there, not anew
 #
 # The sources are not within reach: the tests are copied away from them.
 set -euo pipefail
@@ -14,8 +14,8 @@ remove=$(command -v rm) # the PATH will not have it
 trap '"$remove" -rf "$place"' EXIT
 "${PYTHON:-python3}" -m venv "$place/env"
 if [ -n "$base" ]; then
-  echo "$base" > "$(echo "$place"/env/lib/python3*/site-packages)/base.pth"
   "$place/env/bin/python" -m pip install -q --no-deps --no-index "$wheel"
+  echo "$base" > "$(echo "$place"/env/lib/python3*/site-packages)/base.pth" # afterwards: pip must not find partita there
 else
   PIP_CONSTRAINT=$root/constraints.txt "$place/env/bin/python" -m pip install -q "$wheel[test]"
 fi
@@ -26,6 +26,6 @@ unset PYTHONPATH
 for compiler in cc gcc c++ g++ clang; do
   if command -v $compiler; then echo "a compiler is within reach"; exit 1; fi
 done
-python -c "import partita, torch; print(partita.__file__); print(partita.explain(partita.Gibbs(torch.zeros(9, 8), torch.zeros(9, 8))))"
+python -c "import partita, sys, torch; assert partita.__file__.startswith(sys.prefix), partita.__file__; print(partita.explain(partita.Gibbs(torch.zeros(9, 8), torch.zeros(9, 8))))"
 python -m pytest -q -p no:cacheprovider -m "not slow and not gpu" tests/test_gibbs.py tests/test_state.py tests/test_scale.py \
   tests/test_look.py tests/test_packaging.py tests/native/test_native.py
