@@ -31,7 +31,7 @@ class _Residue(Support):
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         check_positions(n_query, n_key)
-        ids = (torch.arange(n, device=device).remainder_(self.step) for n in (n_query, n_key))
+        ids = (torch.arange(n, dtype=torch.int64, device=device).remainder_(self.step) for n in (n_query, n_key))
         rows, keys = (t.view(*[1] * len(batch), len(t)) for t in ids)
         return (Term(query_segment=rows, key_segment=keys),)
 
@@ -58,9 +58,13 @@ class _Blocks(Support):
                 f"{n_key} keys; got {shape_text(self.layout)}."
             )
         layout = self.layout.to(device).reshape(*[1] * (len(batch) - len(lead)), *self.layout.shape)
-        row = torch.arange(n_query, device=device) // self.block
+        row = torch.arange(n_query, dtype=torch.int64, device=device) // self.block
         if torch.compiler.is_compiling():  # how many runs a row has is no size that a graph could have
-            return (Term(mask=layout[..., row, :][..., torch.arange(n_key, device=device) // self.block]),)
+            return (
+                Term(
+                    mask=layout[..., row, :][..., torch.arange(n_key, dtype=torch.int64, device=device) // self.block]
+                ),
+            )
         start, stop = _runs(layout)
         start, stop = ((t * self.block).clamp(max=n_key).to(torch.int32)[..., row, :] for t in (start, stop))
         return tuple(Term(start=a, stop=b) for a, b in zip(start.unbind(-1), stop.unbind(-1), strict=True))
@@ -71,7 +75,7 @@ def _runs(layout: Tensor) -> tuple[Tensor, Tensor]:  # (..., rows, cols) -> (...
     cols = layout.shape[-1]
     gap = layout.new_zeros((*layout.shape[:-1], 1))
     edge = torch.cat([gap, layout], -1) != torch.cat([layout, gap], -1)  # (..., rows, cols + 1): a run begins or ends
-    at = torch.arange(cols + 1, device=layout.device)
+    at = torch.arange(cols + 1, dtype=torch.int64, device=layout.device)
     # the edges of a row in their order, begin and end in turns; a row without any has `cols` in every place
     ordered = torch.where(edge, at, cols).sort(-1).values
     most = cols + 1
