@@ -61,9 +61,10 @@ def test_code_blocks_run(page: Path) -> None:
 
 def modules() -> Iterator[str]:
     yield "partita"
-    kernels = "partita.engine.backends.triton.kernels."  # import triton, an extra
+    extras = {"partita.engine.backends.triton.kernels.": "triton", "partita.hf.cache": "transformers"}
     for found in pkgutil.walk_packages(partita.__path__, "partita."):
-        if found.name.startswith(kernels) and importlib.util.find_spec("triton") is None:
+        needed = [extra for name, extra in extras.items() if found.name.startswith(name)]
+        if needed and importlib.util.find_spec(needed[0]) is None:
             continue
         if not found.name.endswith(".libpartita_native"):  # beside the modules that load it, and itself none
             yield found.name

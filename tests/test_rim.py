@@ -347,7 +347,7 @@ def test_ignored_rows_look_the_same_on_every_way(way):
     ignored = y == -100
     for name, ours, theirs in zip(want._fields, found, want, strict=True):
         torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
-        blank = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1}.get(name, 0)
+        blank = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1, "predicted": -1}.get(name, 0)
         assert (ours[ignored] == blank).all(), name
 
 

@@ -57,10 +57,11 @@ class _Installed:
 
     def chain(self) -> Callable[..., Any]:
         here = threading.get_ident()
-        mine = [w for w in self.wrappers if w.thread == here]
         chain = self.found
-        for wrapper in (*(w for w in self.wrappers if w.everywhere and w.thread != here), *mine):
-            chain = functools.partial(wrapper.function, chain)
+        for own in (False, True):  # plain loops: torch.compile may look at this frame, and refuses generators
+            for wrapper in self.wrappers:
+                if wrapper.thread == here if own else wrapper.everywhere and wrapper.thread != here:
+                    chain = functools.partial(wrapper.function, chain)
         return chain
 
 
