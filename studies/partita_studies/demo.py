@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from partita.lab import page, study
+from partita.lab import page
 from partita.lab.cli import FINE, INTERRUPTED, UsageError
-from partita.lab.demo_encoder import load_text, watch_encoder
-from partita.lab.demo_model import Sizes, train_policies
 from partita.lab.report.studies import KIND, gather
 from partita.monitor import Record
 from partita.monitor.findings import Finding, find
+from partita_studies import study
+from partita_studies.demo_encoder import load_text, watch_encoder
+from partita_studies.demo_model import Sizes, train_policies
 
 # experiments of a few seconds each, the most telling first
 STUDIES = (

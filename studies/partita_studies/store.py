@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from partita.errors import DtypeError, PartitaError
-from partita.lab.experiment import Cell, Row
+from partita_studies.experiment import Cell, Row
 
 try:
     import fcntl

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import partita
-from partita.lab import experiments
 from partita.lab.cli import FINE, FOUND, UsageError
 from partita.lab.doctor import OPTIONAL
 from partita.lab.draw import svg
-from partita.lab.experiment import SIZES, Cell, Experiment, Verdict
-from partita.lab.raster import NEEDED, png
-from partita.lab.store import BusyError, Store
 from partita.monitor.files import locked, replace_file
+from partita_studies import experiments
+from partita_studies.experiment import SIZES, Cell, Experiment, Verdict
+from partita_studies.raster import NEEDED, png
+from partita_studies.store import BusyError, Store
 
 __all__ = ["main"]
 
@@ -83,7 +83,7 @@ def _find(name: str) -> Experiment | str:
     try:
         return experiments.find(name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "partita":
+        if error.name is None or error.name.partition(".")[0] in ("partita", "partita_studies"):
             raise
         return _missing([error.name.partition(".")[0]]) or str(error)
 

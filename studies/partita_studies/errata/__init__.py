@@ -1,6 +1,6 @@
 """Formulas in circulation that are wrong or conditional, next to the right ones, each as three numbers.
 
-    >>> from partita.theory import errata
+    >>> from partita_studies import errata
     >>> verdict = errata.find("losses (4.3.3)").check()
     >>> verdict.confirmed
     True
@@ -12,7 +12,7 @@ losses (4.3.x), attention (5.1.x), noise (1..80) and scale (1..63), and a printe
 from __future__ import annotations
 
 from partita.errors import ValueRangeError
-from partita.theory.errata import (
+from partita_studies.errata import (
     attention,
     code,
     contrast,
@@ -25,7 +25,7 @@ from partita.theory.errata import (
     scale,
     structure,
 )
-from partita.theory.errata.row import KINDS, Reading, Row, Verdict
+from partita_studies.errata.row import KINDS, Reading, Row, Verdict
 
 __all__ = ["KINDS", "ROWS", "Reading", "Row", "Verdict", "find"]
 

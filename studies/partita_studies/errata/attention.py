@@ -7,13 +7,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from partita.gibbs import Gibbs
 from partita.support import causal, mask
-from partita.theory.errata._samples import F64, generator, gradient, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.geometry import jacobian_norms
 from partita.theory.layer import attention_backward, attention_cost, projection_gradients
 from partita.theory.robustness import output_sensitivity_norm
 from partita.theory.sharpness import row_score_variance, score_variance
 from partita.theory.spectrum import match_form, row_svd, xavier_gain
+from partita_studies.errata._samples import F64, generator, gradient, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

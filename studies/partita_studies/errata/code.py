@@ -9,10 +9,10 @@ from torch import Tensor
 
 from partita.gibbs import Gibbs
 from partita.support import mask
-from partita.theory.errata._samples import F64, generator, gradient, mean_entropy, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.information import streaming_entropy
 from partita.theory.sharpness import calibrate_kappa
+from partita_studies.errata._samples import F64, generator, gradient, mean_entropy, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

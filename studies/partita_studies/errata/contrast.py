@@ -9,8 +9,6 @@ import torch
 from torch.nn.functional import cross_entropy, normalize
 
 from partita.theory.contrast import info_nce, info_nce_gradients
-from partita.theory.errata._samples import F64, critic_losses, gradient, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.geometry import kl, soft_cross_entropy, total_variation
 from partita.theory.information import (
     entropy_of,
@@ -20,6 +18,8 @@ from partita.theory.information import (
     product_of_marginals,
     total_correlation,
 )
+from partita_studies.errata._samples import F64, critic_losses, gradient, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

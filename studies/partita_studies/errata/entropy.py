@@ -6,8 +6,6 @@ from math import log
 
 import torch
 
-from partita.theory.errata._samples import F64, mean_entropy, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.geometry import fisher_free, fisher_homogeneous, fisher_quadratic_form, kl, smooth_max
 from partita.theory.information import (
     attention_information,
@@ -19,6 +17,8 @@ from partita.theory.information import (
 from partita.theory.law import gibbs_law, one_hot_bound
 from partita.theory.selection import hard_choice
 from partita.theory.sharpness import condensed_entropy, frozen_index, gaussian_entropy
+from partita_studies.errata._samples import F64, mean_entropy, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

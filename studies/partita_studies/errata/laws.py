@@ -6,8 +6,6 @@ from math import log, pi, sqrt
 
 import torch
 
-from partita.theory.errata._samples import F64, generator, mean_entropy, rand, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.information import score_cumulants
 from partita.theory.layer import layer_norm, rms_norm
 from partita.theory.sharpness import (
@@ -19,6 +17,8 @@ from partita.theory.sharpness import (
     laplace_method_interior,
     uniform_entropy,
 )
+from partita_studies.errata._samples import F64, generator, mean_entropy, rand, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

@@ -8,8 +8,6 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss, one_hot
 
 from partita.theory.contrast import info_nce
-from partita.theory.errata._samples import F64, gradient, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.geometry import (
     cross_entropy_hessian_weights,
     sigmoid_squared_error_curvature,
@@ -21,6 +19,8 @@ from partita.theory.geometry import (
     squared_error_profile,
 )
 from partita.theory.information import mutual_information_bound
+from partita_studies.errata._samples import F64, gradient, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

@@ -7,9 +7,9 @@ from math import log
 import torch
 
 from partita.theory.contrast import nce_population_gradient, nce_population_loss
-from partita.theory.errata._samples import F64, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.geometry import cross_entropy_decomposition, hinge_mass, kl, simplex_projection, soft_cross_entropy
+from partita_studies.errata._samples import F64, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

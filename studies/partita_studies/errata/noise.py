@@ -6,8 +6,6 @@ from math import inf
 
 import torch
 
-from partita.theory.errata._samples import F64, generator, power, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.robustness import (
     GaussianNoise,
     LaplaceNoise,
@@ -17,6 +15,8 @@ from partita.theory.robustness import (
     noise_covariance,
     ratio_expansion,
 )
+from partita_studies.errata._samples import F64, generator, power, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

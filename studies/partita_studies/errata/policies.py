@@ -9,8 +9,6 @@ import torch
 from partita.gibbs import Gibbs
 from partita.scale import InverseSqrt, KappaLog, Mixed, Policy
 from partita.support import causal, mask
-from partita.theory.errata._samples import F64, generator, mean_entropy, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.information import entropy
 from partita.theory.layer import layer_norm, sinusoidal_similarity
 from partita.theory.sharpness import (
@@ -22,6 +20,8 @@ from partita.theory.sharpness import (
     laplace_method_edge,
     score_variance,
 )
+from partita_studies.errata._samples import F64, generator, mean_entropy, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

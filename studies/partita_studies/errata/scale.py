@@ -6,8 +6,6 @@ from math import log, sqrt
 
 import torch
 
-from partita.theory.errata._samples import F64, mean_entropy, rand, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.information import entropy, entropy_lower_bound, score_cumulants
 from partita.theory.sharpness import (
     calibrate_kappa,
@@ -20,6 +18,8 @@ from partita.theory.sharpness import (
     margin_entropy,
     uniform_scale,
 )
+from partita_studies.errata._samples import F64, mean_entropy, rand, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

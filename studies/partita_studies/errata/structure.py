@@ -7,8 +7,6 @@ from math import log
 
 import torch
 
-from partita.theory.errata._samples import F64, generator, mean_entropy, randn
-from partita.theory.errata.row import Book, Reading
 from partita.theory.geometry import jacobian_norms, jensen_shannon, kl
 from partita.theory.information import entropy, entropy_of, entropy_penalty_gradient
 from partita.theory.layer import distance_bias, sinusoidal_positions
@@ -16,6 +14,8 @@ from partita.theory.robustness import attack_l2, attack_linf, attack_linf_exact,
 from partita.theory.selection import gumbel_noise, gumbel_softmax
 from partita.theory.sharpness import gaussian_entropy
 from partita.theory.spectrum import effective_rank, eigenvalue_entropy, von_neumann_entropy
+from partita_studies.errata._samples import F64, generator, mean_entropy, randn
+from partita_studies.errata.row import Book, Reading
 
 __all__ = ["book"]
 

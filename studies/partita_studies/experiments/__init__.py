@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 
 from partita.errors import ValueRangeError
-from partita.lab.experiment import Experiment
+from partita_studies.experiment import Experiment
 
 __all__ = ["find", "names"]
 

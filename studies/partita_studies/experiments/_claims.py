@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from partita.lab.experiment import Interval, Verdict
+from partita_studies.experiment import Interval, Verdict
 
 __all__ = ["Claim", "above", "alike", "below", "fact", "weigh"]
 

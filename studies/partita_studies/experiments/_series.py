@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from partita.lab.experiment import Interval, Row, interval, mean_by
 from partita.lab.figure import Line
+from partita_studies.experiment import Interval, Row, interval, mean_by
 
 __all__ = ["note", "only", "series", "slope", "slope_by_seed"]
 

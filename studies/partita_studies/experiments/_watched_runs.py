@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partita import clip_loss, info_nce_loss, scale
-from partita.lab.demo_model import rotate
 from partita.monitor import Record, Watch
+from partita_studies.demo_model import rotate
 
 __all__ = ["HEADS", "LAYERS", "RUNS", "Run", "record_of"]
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable
 
 import torch
 
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.theory.information import entropy
 from partita.theory.sharpness import (
@@ -24,6 +22,8 @@ from partita.theory.sharpness import (
     frozen_index,
     gaussian_entropy,
 )
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
+from partita_studies.experiments._series import note, only, series
 
 NEAR = 0.10  # the law counts as true while its gap to log n is right to this fraction
 FROZEN = 0.25  # the condensed law is asymptotic: so near to its entropy counts as agreement

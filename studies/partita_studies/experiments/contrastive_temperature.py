@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from partita.contrastive import ContrastStats, alignment, info_nce_loss, uniformity
-from partita.lab.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, mean_by, paired
-from partita.lab.experiments._claims import above, below, weigh
-from partita.lab.experiments._series import note, only, series
-from partita.lab.experiments._verses import NEEDS, Encoder, pairs, take
 from partita.lab.figure import Figure, Line, Panel
 from partita.metrics import top_k_accuracy
+from partita_studies.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, mean_by, paired
+from partita_studies.experiments._claims import above, below, weigh
+from partita_studies.experiments._series import note, only, series
+from partita_studies.experiments._verses import NEEDS, Encoder, pairs, take
 
 CROWDED = 0.5  # of uniformity, above that of the best temperature
 

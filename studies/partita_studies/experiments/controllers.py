@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from partita import Stats
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, interval, paired
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.losses import linear_cross_entropy
 from partita.nn import MultiheadAttention, TemperatureController
 from partita.theory.information import entropy
 from partita.theory.sharpness import controller_multiplier, controller_step, entropy_scale
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, interval, paired
+from partita_studies.experiments._series import note, only, series
 
 RULES = ("printed", "reciprocal", "newton")
 STEPS = 40

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 import torch
 
 import partita
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.theory.information import entropy, entropy_floor, floor_gap
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid
+from partita_studies.experiments._series import note, only, series
 
 DIM = 16
 ROUNDING = 1e-9

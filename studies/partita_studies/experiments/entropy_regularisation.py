@@ -13,11 +13,11 @@ import functools
 import itertools
 from collections.abc import Iterable
 
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by, paired
-from partita.lab.experiments._digits import NEEDS, fit, network, read_out, split
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Panel
 from partita.losses import cross_entropy
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by, paired
+from partita_studies.experiments._digits import NEEDS, fit, network, read_out, split
+from partita_studies.experiments._series import note, only, series
 
 SMALL = 0.3  # the largest weight that should leave accuracy alone
 SAME = 0.01

@@ -1,6 +1,6 @@
 """Which formulas in circulation does a measurement contradict, and does the corrected one agree with it?
 
-Expected before the run: of every row of `partita.theory.errata` the right formula agrees with the measurement within
+Expected before the run: of every row of `partita_studies.errata` the right formula agrees with the measurement within
 the row's tolerance and the printed one does not (M-INC-3, M-LOSS-5, M-ROB-2, M-SCL-10 and the statement that each row
 names). The rows fix their own random numbers, so a second seed would repeat them.
 """
@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from partita.lab.experiment import Experiment, Row, Size, Verdict
 from partita.lab.figure import Figure, Line, Panel
-from partita.theory import errata
+from partita_studies import errata
+from partita_studies.experiment import Experiment, Row, Size, Verdict
 
 DOCUMENTS = tuple(dict.fromkeys(row.label.split()[0] for row in errata.ROWS))
 LEAST = 1e-4  # a distance below it, in tolerances, is drawn as it
@@ -83,10 +83,10 @@ HEAD = """# Errata
 
 Formulas that are in circulation and wrong, or true only under conditions that are not stated, next to the right ones.
 Each row is one quantity three times: by the printed formula, by the right one, and measured (autograd, exact
-enumeration, or simulation with a fixed seed). `partita.theory.errata` holds them, `partita study run errata`
+enumeration, or simulation with a fixed seed). `partita_studies.errata` holds them, `partita study run errata`
 recomputes them ([studies](studies.md)), and this page is written by
 
-    python -m partita.lab.experiments.errata docs/errata.md
+    python -m partita_studies.experiments.errata docs/errata.md
 
 The statements (M-...) are those of [this list](statements.md).
 """

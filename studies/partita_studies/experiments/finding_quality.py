@@ -17,13 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict
-from partita.lab.experiments._series import note
-from partita.lab.experiments._watched_runs import RUNS, record_of
 from partita.lab.figure import Figure, Line, Panel
 from partita.monitor import CODES, Record, Thresholds
 from partita.monitor.findings import Series, Where, last, median
 from partita.monitor.rules import largest_fall, likeness
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict
+from partita_studies.experiments._series import note
+from partita_studies.experiments._watched_runs import RUNS, record_of
 
 LIMITS = Thresholds()
 HeadValue = Callable[[Series, Where], float]

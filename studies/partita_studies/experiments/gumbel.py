@@ -18,11 +18,11 @@ from collections.abc import Iterable
 
 import torch
 
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
-from partita.lab.experiments._series import note, only, series, slope
 from partita.lab.figure import Figure, Line, Panel
 from partita.theory.geometry import softmax_vjp, total_variation
 from partita.theory.selection import gumbel_noise, gumbel_softmax, straight_through
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
+from partita_studies.experiments._series import note, only, series, slope
 
 POWERS = {"linear": 1, "quadratic": 2, "cubic": 3}
 ESTIMATORS = ("relaxed", "straight-through")

@@ -24,12 +24,23 @@ import torch
 from torch import Tensor
 
 from partita import Gibbs, solve_scale
-from partita.lab.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, interval, mean_by, paired
-from partita.lab.experiments._claims import above, below, weigh
-from partita.lab.experiments._encoder import LAYERS, NEEDS, heads_of, tokens
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.theory.spectrum import head_cosine, head_diversity, head_fisher_rao
+from partita_studies.experiment import (
+    Experiment,
+    Interval,
+    Row,
+    Settings,
+    Size,
+    Verdict,
+    grid,
+    interval,
+    mean_by,
+    paired,
+)
+from partita_studies.experiments._claims import above, below, weigh
+from partita_studies.experiments._encoder import LAYERS, NEEDS, heads_of, tokens
+from partita_studies.experiments._series import note, only, series
 
 HEADS, DIM, COPIES = 8, 32, 4
 SAME = 1e-3  # radians: nearer than this two heads are one

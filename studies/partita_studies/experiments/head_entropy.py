@@ -13,11 +13,11 @@ from collections.abc import Iterable
 import torch
 
 from partita import Gibbs
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
-from partita.lab.experiments._encoder import LAYERS, NEEDS, heads_of, tokens
-from partita.lab.experiments._series import note, only, series, slope_by_seed
 from partita.lab.figure import Figure, Panel
 from partita.theory.information import selectivity
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
+from partita_studies.experiments._encoder import LAYERS, NEEDS, heads_of, tokens
+from partita_studies.experiments._series import note, only, series, slope_by_seed
 
 SPREAD, DILUTED = 0.3, 0.5
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 import partita
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Panel
 from partita.theory.contrast import info_nce, info_nce_batch_gradients, info_nce_gradients
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
+from partita_studies.experiments._series import note, only, series
 
 ROUNDING = 1e-9  # float64, relative
 WRONG = 0.1  # a gradient off by a tenth of its length is not that gradient

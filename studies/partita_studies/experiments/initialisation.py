@@ -19,16 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by, paired
-from partita.lab.experiments._claims import above, below, fact, weigh
-from partita.lab.experiments._digits import NEEDS, fit, read_out, split
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.losses import cross_entropy
 from partita.nn import TransformerEncoderLayer
 from partita.scale import measure_sigma
 from partita.theory.information import expected_init_entropy
 from partita.theory.sharpness import condensation_sharpness
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by, paired
+from partita_studies.experiments._claims import above, below, fact, weigh
+from partita_studies.experiments._digits import NEEDS, fit, read_out, split
+from partita_studies.experiments._series import note, only, series
 
 PATCHES, WIDTH = 16, 64
 NEAR = 0.1  # the law of entropy counts as true where its gap to log n is right to this many nats

@@ -22,10 +22,10 @@ import math
 from collections.abc import Iterable
 
 from partita import scale
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by, paired
-from partita.lab.experiments._language_model import TEXT, Model, Plan, measured_sigma, read_at, train
-from partita.lab.experiments._series import note, only, series, slope_by_seed
 from partita.lab.figure import Figure, Line, Panel
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by, paired
+from partita_studies.experiments._language_model import TEXT, Model, Plan, measured_sigma, read_at, train
+from partita_studies.experiments._series import note, only, series, slope_by_seed
 
 TRAINED = 64
 USUAL, LOG = "1/sqrt(d)", "LogLength"

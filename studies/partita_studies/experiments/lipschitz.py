@@ -12,8 +12,6 @@ from collections.abc import Iterable
 
 import torch
 
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.theory.robustness import (
     attack_l2,
@@ -23,6 +21,8 @@ from partita.theory.robustness import (
     softmax_change_bound,
     worst_two_point_law,
 )
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
+from partita_studies.experiments._series import note, only, series
 
 ROUNDING = 1e-9
 NEAR = 0.1  # a gain so near to its first-order prediction counts as predicted

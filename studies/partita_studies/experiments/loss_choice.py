@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.lab.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, mean_by, paired
-from partita.lab.experiments._claims import above, alike, below, weigh
-from partita.lab.experiments._digits import NEEDS, fit, network, read_out, split
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.losses import cross_entropy, focal_loss, mae_loss, mse_loss
+from partita_studies.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, mean_by, paired
+from partita_studies.experiments._claims import above, alike, below, weigh
+from partita_studies.experiments._digits import NEEDS, fit, network, read_out, split
+from partita_studies.experiments._series import note, only, series
 
 SAME = 0.01  # accuracies this near count as alike
 

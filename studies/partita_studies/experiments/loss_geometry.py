@@ -16,8 +16,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, interval, mean_by
-from partita.lab.experiments._series import note, only, series, slope
 from partita.lab.figure import Figure, Line, Panel
 from partita.theory.geometry import (
     cross_entropy_hessian_logits,
@@ -27,6 +25,8 @@ from partita.theory.geometry import (
     softmax_squared_error_gradient,
     softmax_squared_error_hessian,
 )
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, interval, mean_by
+from partita_studies.experiments._series import note, only, series, slope
 
 SLACK = 1e-12
 FALLS = (-1.15, -0.85)  # slope of log attenuation in the margin

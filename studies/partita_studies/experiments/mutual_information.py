@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from partita.contrastive import info_nce_loss
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, mean_by
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.theory.information import gaussian_information, mutual_information_bound
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, mean_by
+from partita_studies.experiments._series import note, only, series
 
 ERRORS = 3.0  # standard errors above the truth that count as exceeding it: there are some twenty comparisons
 ROOM = 3.0  # nats by which the truth must exceed log N before the bound is expected to sit at log N

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid
-from partita.lab.experiments._series import note, only, series, slope_by_seed
 from partita.lab.figure import Figure, Panel
 from partita.theory.robustness import GaussianNoise, noise_bias, noise_covariance
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid
+from partita_studies.experiments._series import note, only, series, slope_by_seed
 
 NOISE = GaussianNoise(0.5)
 SPREAD = ("grid", "random")  # rows whose weight is spread over many keys

@@ -16,11 +16,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from partita.lab.experiment import Experiment, Interval, Row, Settings, Size, Verdict
-from partita.lab.experiments._claims import alike, fact, weigh
-from partita.lab.experiments._series import note, only, series, slope_by_seed
 from partita.lab.figure import Figure, Line, Panel
 from partita.theory.robustness import GaussianNoise, LaplaceNoise, Noise, UniformNoise, laplace_error_exponent
+from partita_studies.experiment import Experiment, Interval, Row, Settings, Size, Verdict
+from partita_studies.experiments._claims import alike, fact, weigh
+from partita_studies.experiments._series import note, only, series, slope_by_seed
 
 FAR = 4.5  # of some hundred comparisons none should be so many standard errors off
 CHANGES, DISTANCE = (0.5, 1.0), 0.15  # b where the variance and the mean of e^noise cease to exist, and what is close

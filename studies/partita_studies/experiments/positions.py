@@ -18,9 +18,9 @@ from torch import Tensor
 
 from partita import Gibbs, support
 from partita.attn import ALiBi, RelativeBias, alibi_slopes, rotary, sinusoidal
-from partita.lab.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, interval
-from partita.lab.experiments._series import note, only, series, slope_by_seed
 from partita.lab.figure import Figure, Line, Panel
+from partita_studies.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, interval
+from partita_studies.experiments._series import note, only, series, slope_by_seed
 
 HEADS, DIM, MODEL, ROWS, REACH = 4, 32, 128, 32, 32
 ENCODINGS = ("none", "sinusoidal", "rotary", "ALiBi", "relative", "agreeing", "opposed")

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from partita import Gibbs, scale
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
-from partita.lab.experiments._encoder import HEADS, NEEDS, POSITIONS, heads_of, tokens
-from partita.lab.experiments._series import note, only, series, slope, slope_by_seed
 from partita.lab.figure import Figure, Line, Panel
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
+from partita_studies.experiments._encoder import HEADS, NEEDS, POSITIONS, heads_of, tokens
+from partita_studies.experiments._series import note, only, series, slope, slope_by_seed
 
 TARGET = 4.0  # nats: 55 keys
 FROM = 256  # shorter rows cannot hold the target, or barely

@@ -16,10 +16,10 @@ import torch
 
 from partita import Gibbs, support
 from partita.attn.variants import top_k_attention
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.theory.selection import top_k_loss
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
+from partita_studies.experiments._series import note, only, series
 
 PATTERNS = ("best", "window", "strided", "random")
 SLACK = 1e-9  # float64

@@ -15,8 +15,6 @@ from itertools import pairwise
 import torch
 
 from partita import Gibbs
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.theory.information import renyi_entropy
 from partita.theory.spectrum import (
@@ -27,6 +25,8 @@ from partita.theory.spectrum import (
     stable_rank_bound,
     von_neumann_entropy,
 )
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
+from partita_studies.experiments._series import note, only, series
 
 SHARPNESS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 SLACK = 1e-7

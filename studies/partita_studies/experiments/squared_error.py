@@ -20,10 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from partita.lab.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, mean_by, paired
-from partita.lab.experiments._claims import above, alike, below, weigh
-from partita.lab.experiments._digits import NEEDS, fit, network, read_out, split
-from partita.lab.experiments._series import note, only, series
 from partita.lab.figure import Figure, Panel
 from partita.losses import cross_entropy, mse_loss
 from partita.theory.geometry import (
@@ -32,6 +28,10 @@ from partita.theory.geometry import (
     gradient_attenuation,
     softmax_squared_error_hessian,
 )
+from partita_studies.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, mean_by, paired
+from partita_studies.experiments._claims import above, alike, below, weigh
+from partita_studies.experiments._digits import NEEDS, fit, network, read_out, split
+from partita_studies.experiments._series import note, only, series
 
 LOSSES: dict[str, Callable[..., Any]] = {"cross entropy": cross_entropy, "squared error": mse_loss}
 SAME = 0.01  # accuracies this near count as equal

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from partita import metrics
 from partita.calibration import fit_temperature
-from partita.lab.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
-from partita.lab.experiments._digits import NEEDS, fit, network, split
-from partita.lab.experiments._series import note, series
 from partita.lab.figure import Figure, Line, Panel
 from partita.losses import LossStats, cross_entropy, linear_cross_entropy
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by
+from partita_studies.experiments._digits import NEEDS, fit, network, split
+from partita_studies.experiments._series import note, series
 
 EXACT = 1e-3  # relative error of the temperature that counts as none
 
