@@ -15,7 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's
 FIRST = {rows_of(name)[0] for name in public_names() if name not in NO_CALL}
 SAMPLE = (
     "Gibbs.stats", "Gibbs.top", "Gibbs.sample", "solve_scale, grouped", "support.joined", "support.blocks",
-    "scale.ScalableSoftmax", "attention, ALiBi", "hierarchical_attention", "linear_cross_entropy, tokens", "supcon_loss",
+    "scale.ScalableSoftmax", "attention, ALiBi", "hierarchical_attention", "linear_cross_entropy, tokens",
+    "supcon_loss",
 )  # fmt: skip
 INDUCTOR = ("linear_cross_entropy, tokens",)
 
