@@ -125,18 +125,15 @@ GIBBS_METHODS = {
     "argmin": (),
     "probs": (),
     "state": ("value",),
-    "received": ("weight",),
-    "min_score": (),
-    "argmax": (),
-    "argmin": (),
 }
 # Names of the contract whose signatures it leaves open, or to torch.
-NAMES = """
-    cross_entropy focal_loss mse_loss nce_loss fit_temperature merge backend explain
-    nn.MultiheadAttention nn.EntropyInvariantAttention nn.LinearCrossEntropyLoss nn.InfoNCELoss nn.FocalLoss nn.NCELoss
-    monitor.Watch.frame monitor.Watch.findings monitor.Watch.coverage monitor.Watch.save monitor.Watch.report
-    control.QKClip.step control.QKClip.max_scores scale.Policy.fold
-""".split()
+NAMES = [
+    *("cross_entropy", "focal_loss", "mse_loss", "nce_loss", "fit_temperature", "merge", "backend", "explain"),
+    *(f"nn.{name}" for name in ("MultiheadAttention", "EntropyInvariantAttention", "LinearCrossEntropyLoss")),
+    *(f"nn.{name}" for name in ("InfoNCELoss", "FocalLoss", "NCELoss")),
+    *(f"monitor.Watch.{name}" for name in ("frame", "findings", "coverage", "save", "report")),
+    *("control.QKClip.step", "control.QKClip.max_scores", "scale.Policy.fold"),
+]
 
 
 def find(name: str) -> object:
