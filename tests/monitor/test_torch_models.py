@@ -180,6 +180,27 @@ def test_one_pass_for_output_and_statistics(layout: str, causal: bool) -> None:
         assert all(a[c] == pytest.approx(b[c], rel=1e-4, abs=1e-5, nan_ok=True) for c in COLUMNS)
 
 
+@pytest.mark.parametrize("kernel", ["own", "partita"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_each_key_received_is_given_back(kernel: str, compiled: bool) -> None:
+    """A call gets what it asked for, whatever the watch asks for besides."""
+    query, key, value = torch.randn(3, 2, 4, 11, 8)
+
+    class Own(nn.Module):
+        def forward(self, *parts: Tensor) -> Any:
+            return partita.attention(*parts, is_causal=True, return_received=True)
+
+    model, (out, received) = Own(), Own()(query, key, value)
+    torch._dynamo.reset()
+    call = torch.compile(model, backend="eager") if compiled else model
+    with watch(call, kernel=kernel) as w:
+        found = call(query, key, value)
+    assert len(found) == 2
+    assert compiled or len(w.frame(pandas=False)) == 4  # such a call in a graph is not seen
+    torch.testing.assert_close(found[0], out)
+    torch.testing.assert_close(found[1], received)
+
+
 @pytest.mark.parametrize("how", ["plain", "causal", "support", "policy", "rows"])
 def test_partitas_own_attention(how: str) -> None:
     """Seen with its own support, bias and scale policy; the statistics are those it reports itself."""
