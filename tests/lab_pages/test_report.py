@@ -453,3 +453,29 @@ def test_nothing_recorded_is_not_called_fine() -> None:
     part = synthetic.record(2, 3, 4)
     part.blocks = [b for b in part.blocks if b.layer == 0]
     assert sentence(part, find(part)).startswith("3 of 6 heads watched")
+
+
+def test_the_positions_that_draw_the_mass_are_shown(tmp_path: Path, visit: Any) -> None:
+    record = synthetic.record(2, 4, 5)
+    page, seen = visit(write(record, tmp_path / "r.html"), hash="#head=L1H1")
+    shown = page.locator("#head-received")
+    assert "share of the mass of 512 rows, 32 bins of 128 keys, step 40" in shown.inner_text()
+    assert "most: key 0 50 %" in shown.inner_text()
+    assert {"now", "start", "alike"} <= set(shown.locator("svg text").all_text_contents())
+    with page.expect_download() as got:
+        shown.locator(".tools button", has_text="CSV").click()
+    rows = list(csv.reader(io.StringIO(Path(got.value.path()).read_text())))
+    mine = [(float(r[1]), float(r[2])) for r in rows if r[0] == "layer 1 head 1"]
+    assert [x for x, _ in mine] == [4 * i for i in range(32)]
+    assert [y for _, y in mine] == pytest.approx(record.received[-1]["bins"][1], rel=1e-3)
+    page.locator("#cell-0-0").click()
+    assert "most: key 0 0.78 %" in shown.inner_text()
+    record.received[1]["bins"][0] = record.received[1]["top"][0] = None
+    record.received[0]["bins"][0] = record.received[0]["top"][0] = None
+    record.provenance["options"]["received"] = True
+    page, _ = visit(write(record, tmp_path / "r.html"), hash="#head=L0H0")
+    assert "Nothing finite was received" in page.locator("#head-received").inner_text()
+    record.received, record.provenance["options"]["received"] = [], False
+    page, _ = visit(write(record, tmp_path / "r.html"))
+    assert "received=True" in page.locator("#head-received").inner_text()
+    seen.assert_quiet()

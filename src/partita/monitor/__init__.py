@@ -59,6 +59,7 @@ def watch(
     thresholds: Thresholds | dict[str, float] | None = None,
     title: str | None = None,
     kernel: str = "own",
+    received: bool = False,
 ) -> Watch:
     """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
 
@@ -75,10 +76,12 @@ def watch(
     kernel: "own" keeps the model's own attention kernel and its bits. "partita" lets plain attention (no mask, no
         dropout) give output and statistics in one pass of partita's: cheaper, and equal within rounding only. In
         compiled graphs too; there partita's own attention gives both in one pass whatever is asked for.
+    received: follow which key positions draw the mass (`record.received`): two passes more at one step of eight in
+        training, and at every input otherwise.
     """
     from partita.monitor.handle import Watch
 
     return Watch(
         model, every=every, rows=rows, layers=layers, maps=maps, sinks=sinks, thresholds=thresholds, title=title,
-        kernel=kernel,
+        kernel=kernel, received=received,
     )  # fmt: skip
