@@ -45,8 +45,8 @@ class Received:
         known = sums.isfinite() & (self.rows > 0)  # NaN in a row is the model's affair, and said elsewhere
         bad = known & (((sums - 1).abs() > SLACK) | (share < -SLACK).any(-1))
         wrong += [Impossible(step, layer, int(h), "received", float(sums[h])) for h in bad.nonzero()[:, 0]]
-        bins = min(n, BINS)
-        to_bin = torch.arange(n, device=share.device) * bins // n
+        wide = -(-n // BINS)  # keys of a bin: as many in each but the last, or shares of bins would not compare
+        bins, to_bin = -(-n // wide), torch.arange(n, device=share.device) // wide
         pooled = torch.zeros(len(share), bins, dtype=share.dtype, device=share.device).index_add_(1, to_bin, share)
         alike = torch.zeros(bins, dtype=share.dtype, device=share.device).index_add_(0, to_bin, self.alike)
         best, index = share.nan_to_num(0.0).topk(min(TOP, n), -1)

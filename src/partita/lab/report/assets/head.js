@@ -55,10 +55,10 @@ function headViews(run) {
       series: [...strongest.map((k, i) => ({ name: "", kind: "line", mute: true, width: 14, colour: lineColour(0), x: [i + 1, i + 1], y: [0, k[1]] })), { name: "keys", kind: "dots", r: 4, colour: lineColour(0), x: strongest.map((_, i) => i + 1), y: strongest.map((k) => k[1]) }, { name: "sink", kind: "rule", at: { y: run.thresholds.sink }, label: "sink threshold", end: true, colour: "var(--soft)" }] });
     if (strongest && keys.svg) strongest.forEach((k, i) => keys.svg.append(sv("text", { class: "tick halo", x: keys.X(i + 1), y: keys.Y(k[1]) - 9, "text-anchor": "middle" }, `key ${k[0]}`)));
     const profiles = (run.received[layer] || []).filter((p) => p.bins[head]), last = profiles[profiles.length - 1], began = profiles.length > 1 && !run.frozen ? profiles[0] : null;
-    received.sub.textContent = last ? `share of the mass of ${fmt(last.rows[head], 4)} rows, ${last.bins[head].length} bins of ${last.n_key} keys, ${stepAt(run, last.step)}` : "";
+    received.sub.textContent = last ? `share of the mass of ${fmt(last.rows[head], 4)} rows, ${last.n_key} keys${last.n_key > last.alike.length ? ` in bins of ${Math.ceil(last.n_key / last.alike.length)}` : ""}, ${stepAt(run, last.step)}` : "";
     if (!last) received.empty(run.options.received ? "Nothing finite was received from this head's rows." : "Not recorded: it takes two more passes now and then, so it is asked for. partita.watch(model, received=True)");
     else {
-      const from = (p) => p.alike.map((_, i) => Math.ceil((i * p.n_key) / p.alike.length));
+      const from = (p) => { const wide = Math.ceil(p.n_key / p.alike.length); return p.alike.map((_, i) => i * wide); };
       xy(received, { height: 190, x: { label: "key position", whole: true }, y: { label: "share of the mass", include: [0] }, describe: (p) => `${p.s.name}, keys from ${fmt(p.x)}: ${fmt(p.y)} of the mass`, series: [
         { name: "every key alike", kind: "line", dash: true, label: "alike", colour: "var(--soft)", x: from(last), y: last.alike },
         { name: began ? `start, ${stepAt(run, began.step)}` : "", kind: "line", label: began ? "start" : "", colour: lineColour(4), x: began ? from(began) : [], y: began ? began.bins[head] : [] },
