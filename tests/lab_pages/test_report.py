@@ -353,9 +353,7 @@ def test_a_head_has_one_verdict_everywhere(tmp_path: Path, visit: Any) -> None:
 def test_one_number_for_one_name(tmp_path: Path, visit: Any) -> None:
     record = synthetic.record(sick=True)
     names = list(COLUMNS)
-    for block in [b for b in record.blocks if b.layer == 1][
-        :12
-    ]:  # an early state, which a mean over the run would mix in
+    for block in [b for b in record.blocks if b.layer == 1][:12]:  # early: a mean over the run would have it
         for name in ("normalized_entropy", "normalized_entropy_p50"):
             block.values[names.index(name) :: len(names)] = array("d", [0.5] * block.heads)
     page, _ = visit(write(record, tmp_path / "r.html"))

@@ -68,7 +68,7 @@ def watch(
     training, or what `set_step` says. A compiled model stays compiled: while it is watched its graphs are others, which
     report (all options work in them), and afterwards its own serve again without being made anew.
 
-    every: look at one step of so many; the others cost nothing that can be measured.
+    every: look at one step of so many; of the others torch's calls are passed on, and nothing is computed.
     rows: look at so many evenly spaced queries per call (None: all); the largest score is then a lower bound.
     layers: numbers (in order of first call) or regular expressions on module names.
     maps: (layer, head) pairs whose attention is kept as a picture of at most 128 x 128.
