@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import QUESTIONS, parse
-from benchmarks.memory import fitted_exponent, peak_of
+from benchmarks.memory import fitted_exponent
+from benchmarks.peak import peak_of
 
 ROOT = Path(__file__).parents[1]
 
