@@ -39,5 +39,6 @@ struct Kernels {
 PARTITA_DECLARE(baseline)
 PARTITA_DECLARE(avx2)
 PARTITA_DECLARE(avx512)
+PARTITA_DECLARE(neon)
 
 }  // namespace partita

@@ -25,6 +25,8 @@ Choice choose() {
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
   if (avx512 && (any || !std::strcmp(wanted, "avx512"))) return {&avx512::kernels, "avx512"};
   if (avx2 && (any || std::strcmp(wanted, "baseline"))) return {&avx2::kernels, "avx2"};
+#elif defined(PARTITA_HAS_NEON)
+  if (any || std::strcmp(wanted, "baseline")) return {&neon::kernels, "neon"};  // every 64-bit ARM has it
 #endif
   return {&baseline::kernels, "baseline"};
 }
