@@ -44,7 +44,7 @@ const Choice& choice() {
 using namespace partita;
 
 // Raised with every change of the structures, so that Python never talks to a library of another version.
-PARTITA_API int32_t partita_version() { return 7; }
+PARTITA_API int32_t partita_version() { return 8; }
 
 PARTITA_API const char* partita_isa() { return choice().name; }
 
@@ -111,6 +111,10 @@ PARTITA_API int32_t partita_received(const PartitaProblem* p, const PartitaColum
 
 PARTITA_API int32_t partita_top(const PartitaProblem* p, const PartitaTop* to) {
   return choice().kernels->top(*p, *to);
+}
+
+PARTITA_API int32_t partita_gaps(const PartitaProblem* p, const PartitaGaps* g) {
+  return choice().kernels->gaps(*p, *g);
 }
 
 PARTITA_API int32_t partita_divergence_rows(const PartitaDivergenceRows* d) {

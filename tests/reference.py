@@ -163,6 +163,13 @@ def min_score(s: Tensor) -> Tensor:
     return shown.amin(-1) if s.shape[-1] else s.new_full(s.shape[:-1], INF)
 
 
+def gaps(s: Tensor, edges: Tensor) -> Tensor:  # (..., n_query, n_edge)
+    """#{ j visible : max_k s_ik - s_ij <= edge }: how many keys lie within each edge of the largest score."""
+    gap = max_score(s)[..., None] - s
+    gap = torch.where(s == max_score(s)[..., None], 0.0, gap)
+    return (seen(s)[..., None, :] & (gap[..., None, :] <= edges.double()[:, None])).sum(-1)
+
+
 def argmax(s: Tensor) -> Tensor:
     """The first key whose score is the largest, and -1 where there is none."""
     return first_at(s, max_score(s))

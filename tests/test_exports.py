@@ -101,6 +101,11 @@ GIBBS_METHODS = {
     "stats": (),
     "sample": ("generator",),
     "top": ("k",),
+    "gaps": ("edges",),
+    "received": ("weight",),
+    "min_score": (),
+    "argmax": (),
+    "argmin": (),
     "probs": (),
     "state": ("value",),
 }

@@ -117,7 +117,7 @@ def focal_loss(
         rows = torch.where(sure, torch.zeros_like(nll), torch.where(sure, torch.ones_like(wrong), wrong) ** gamma * nll)
     if alpha is not None:
         rows = rows * (_alpha(alpha, logits)[index] if isinstance(alpha, Tensor) and alpha.dim() else alpha)
-    return _mean_of_kept(rows, kept, reduction).to(loss_dtype(input))
+    return _mean_of_kept(rows, kept, reduction).to(loss_dtype(logits))
 
 
 def mse_loss(
