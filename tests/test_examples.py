@@ -63,6 +63,35 @@ def test_make_says_what_it_is_doing() -> None:
         assert "echo" in lines[i] or "echo" in lines[i - 1], lines[i]
 
 
+def test_a_small_model_is_trained_further_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_SMALL_MODEL", str(tmp_path / "one"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import small_causal_model as small
+
+    for name, value in (("WIDTH", 16), ("HEADS", 2), ("LAYERS", 1), ("BATCH", 2), ("LENGTH", 16), ("EVERY", 2)):
+        monkeypatch.setattr(small, name, value)
+    monkeypatch.setattr(small, "RATE", 1e-3)
+    whole = small.train(4, tmp_path / "one")
+    assert torch.equal(small.trained().embed.weight, whole.embed.weight)
+    step = torch.optim.AdamW.step
+    calls = []
+
+    def stop(self, *args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        small.train(4, tmp_path / "two")
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    again = small.train(4, tmp_path / "two")
+    for name, parameter in again.state_dict().items():
+        assert torch.equal(parameter, whole.state_dict()[name]), name
+    assert (tmp_path / "one" / "held_out.txt").stat().st_size > 1000
+
+
 @pytest.mark.slow
 def test_the_tour_says_the_same_twice() -> None:
     first = run("examples/tour.py")

@@ -155,13 +155,15 @@ SHOWN_BY = {
     "attn.ALiBi": "attention, ALiBi",
     "attn.RelativeBias": "attention, RelativeBias",
     "attn.ScaleInvariant": "pair_attention",
+    **{f"attn.{name}": f"rotary_attention, {name}" for name in surface.TURNS},
 }
 # Names that nobody calls inside a graph, and why.
 NO_CALL = {
     **dict.fromkeys(("ClassStats", "losses.ClassStats"), "what calls return"),
     **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
                      "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "what calls return"),
-    **dict.fromkeys(("attn.Bias", "contrastive.Exclusion", "scale.Policy", "support.Support"), "abstract"),
+    **dict.fromkeys(("attn.Bias", "attn.Positions", "contrastive.Exclusion", "scale.Policy"), "abstract"),
+    "support.Support": "abstract",
     "attn.PairHook": "a type",
     "nn.init_sharpness_": "for a model before it is compiled: it sets parameters once",
     **dict.fromkeys(("backend", "engine.backend"), "around a call of the graph: the choice is read when it runs"),

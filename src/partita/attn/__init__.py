@@ -5,6 +5,8 @@ from partita.attn.distill import attention_divergence
 from partita.attn.hierarchy import blockwise_attention, hierarchical_attention
 from partita.attn.pairwise import PairHook, ScaleInvariant, pair_attention
 from partita.attn.positions import rotary, sinusoidal
+from partita.attn.reach import NTK, Clipped, Interpolated, NoPositions, PartialRotary, Positions, Rotary, YaRN
+from partita.attn.rotary_attention import rotary_attention
 from partita.attn.sdpa import attention
 from partita.attn.variants import (
     TopK,
@@ -16,12 +18,20 @@ from partita.attn.variants import (
 )
 
 __all__ = [
+    "NTK",
     "ALiBi",
     "Bias",
+    "Clipped",
+    "Interpolated",
+    "NoPositions",
     "PairHook",
+    "PartialRotary",
+    "Positions",
     "RelativeBias",
+    "Rotary",
     "ScaleInvariant",
     "TopK",
+    "YaRN",
     "alibi_slopes",
     "attention",
     "attention_divergence",
@@ -33,6 +43,7 @@ __all__ = [
     "mean_entropy",
     "pair_attention",
     "rotary",
+    "rotary_attention",
     "sinusoidal",
     "top_k_attention",
 ]
