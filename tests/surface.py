@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import partita
-from partita import attn, contrastive, metrics, nn, scale, support
+from partita import attn, contrastive, metrics, nn, scale, score, support
 
 SIZES = {"batch": 2, "heads": 4, "few": 2, "n_query": 5, "n_key": 6, "dim": 4, "dim_value": 3, "rows": 5, "classes": 7}
 
@@ -170,6 +170,16 @@ for name, made in POLICIES.items():
     if name != "TargetEntropy":
         call(f"scale.{name}, counts", lambda g, made=made: made(g)(g.index(9, "heads", "n_query"), 8))
         call(f"scale.{name}.fold", lambda g, made=made: made(g).fold(g.qkv()[0], g.index(9, "heads", "n_query")))
+
+SCORES: dict[str, Callable[[Given], score.Score]] = {
+    "Cosine": lambda g: score.Cosine(),
+    "SquaredDistance": lambda g: score.SquaredDistance(),
+    "Distance": lambda g: score.Distance(1.0),
+    "Bilinear": lambda g: g.module(score.Bilinear, SIZES["dim"], SIZES["dim"]),
+    "Additive": lambda g: g.module(score.Additive, SIZES["dim"], SIZES["dim"], 5),
+}
+for name, made in SCORES.items():
+    call(f"score.{name}", lambda g, made=made: g.gibbs(score=made(g)).stats())
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 

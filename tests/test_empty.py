@@ -18,7 +18,7 @@ REFUSED = {
     "batch": ("measure_sigma",),
     "heads": ("measure_sigma", "attention, grouped", "scale.ScalableSoftmax", "nn.ScalableSoftmax"),
     "few": ("attention, grouped", "nce_loss", "nn.NCELoss"),
-    "dim": ("rotary", "info_nce_loss, queue"),
+    "dim": ("rotary", "info_nce_loss, queue", "score.Bilinear", "score.Additive"),
     "rows": ("fit_temperature", "uniformity"),
     "classes": (
         "linear_cross_entropy", "cross_entropy", "focal_loss", "mse_loss", "mae_loss", "fit_temperature",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from partita import monitor as monitor
     from partita import nn as nn
     from partita import scale as scale
+    from partita import score as score
     from partita import support as support
     from partita import theory as theory
     from partita._signatures import clip_loss as clip_loss
@@ -112,6 +113,7 @@ _MODULES = (
     "monitor",
     "nn",
     "scale",
+    "score",
     "support",
     "theory",
 )

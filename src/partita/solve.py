@@ -18,16 +18,19 @@ from partita import _checks
 from partita.engine import State
 from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import execute
+from partita.engine.pairs import Pairs
 from partita.engine.request import Request, build
 from partita.engine.terms import pack, unpack
 from partita.errors import ShapeError, ValueRangeError
 from partita.precision import product
+from partita.score import InnerProduct, Score
 from partita.support import Support, mask
 from partita.support.base import check_support
 
 __all__ = ["as_mask", "solve_scale"]
 
 _STEPS = 80
+_SMALL = 1e-3
 _REACH = 1e4  # the cap: scores spread over this many nats are as one-hot as they get
 
 
@@ -40,6 +43,7 @@ def solve_scale(
     support: Support | None = None,
     bias: Tensor | None = None,
     grouped: bool = False,
+    score: Score | None = None,
 ) -> Tensor:  # (..., n_query)
     """The scale per row at which the entropy of Gibbs(query, key, scale=...) is `entropy`, or log(width).
 
@@ -47,7 +51,7 @@ def solve_scale(
 
     A target above log(visible) gives scale 0; one below the entropy of the tied maxima gives a large finite cap; both
     without gradient. With a bias the entropy is not monotone in the scale, so a bias is refused unless it only hides
-    keys (0 and -inf).
+    keys (0 and -inf). score: as for `Gibbs`.
 
     >>> s = solve_scale(torch.ones(1, 1), torch.tensor([[1.0], [0.0]]), entropy=0.5623)  # p = (3/4, 1/4): log 3
     >>> round(s.item(), 2)
@@ -58,12 +62,21 @@ def solve_scale(
     check_support(support)
     if bias is not None:
         support = as_mask(bias, support)
-    rows = build(query, key, support=support, grouped=grouped)
+    prepare = getattr(score, "features", None)
+    if prepare is not None:
+        query, key = prepare(query, key)
+    pairs = None if score is None or isinstance(score, InnerProduct) else Pairs.of(score)
+    rows = build(query, key, support=support, grouped=grouped, pairs=pairs)
+    if pairs is not None:
+        if torch.compiler.is_compiling():
+            raise ValueRangeError("inside a graph a scale is solved for scores that are inner products, no others.")
+        pairs.check(rows)
     count = visible_keys(rows.terms, rows.n_query, rows.n_key, rows.batch, query.device).to(rows.dtype)
     target = _target(entropy, width, rows.ungroup(count)).reshape(count.shape)
     split = replace(rows, groups=1)  # the heads of grouped queries stay apart, as the count has them
     solved, reached = _solve(split, target.detach(), count)
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or target.requires_grad):
+    given = (query, key, target, *(() if pairs is None else pairs.parameters))
+    if torch.is_grad_enabled() and [t for t in given if t.requires_grad]:
         state = _at(split, solved)
         slope = (state.score_variance() / solved.clamp(min=torch.finfo(solved.dtype).tiny)).detach()
         miss = state.entropy() - target
@@ -106,6 +119,9 @@ def _check_least(given: Tensor, least: float, limit: str) -> None:
 
 def _score_deviation(rows: Request, n: Tensor) -> Tensor:
     """Standard deviation of each row's scores over all keys, from the keys' covariance: only a starting point."""
+    if rows.pairs is not None:  # at a small scale all keys weigh the same
+        found = (_at(rows, torch.full_like(n, _SMALL)).score_variance().sqrt() / _SMALL).nan_to_num(1.0, 1.0, 1.0)
+        return torch.where(found > 0, found, torch.ones_like(found))
     q, k = rows.query.to(n.dtype), rows.key.to(n.dtype).nan_to_num(0.0, 0.0, 0.0)
     if k.shape[-2] == 0:
         return torch.ones_like(n)

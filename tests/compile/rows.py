@@ -144,7 +144,7 @@ CHANCE = {"Gibbs.sample", "attention, dropout", "gumbel_attention", "gumbel_atte
 
 # ---- which row shows which public name -------------------------------------------------------------------------------
 
-MODULES = ("attn", "contrastive", "engine", "losses", "metrics", "nn", "scale", "support")
+MODULES = ("attn", "contrastive", "engine", "losses", "metrics", "nn", "scale", "score", "support")
 
 # Shown by the row of another: they are arguments.
 SHOWN_BY = {
@@ -162,6 +162,8 @@ NO_CALL = {
                      "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "what calls return"),
     **dict.fromkeys(("attn.Bias", "contrastive.Exclusion", "scale.Policy", "support.Support"), "abstract"),
     "attn.PairHook": "a type",
+    "score.Score": "a type",
+    "score.InnerProduct": "abstract",
     "nn.init_sharpness_": "for a model before it is compiled: it sets parameters once",
     **dict.fromkeys(("backend", "engine.backend"), "around a call of the graph: the choice is read when it runs"),
     "replace_sdpa": "around a call of the graph: tests/compile/test_models.py",

@@ -201,6 +201,7 @@ def _forward(
         mask = mask[..., : key.shape[2]].bool()
     policy = _policy(module, registered)
     received: list[Tensor]
+    more: Any = {} if observe is None else {"return_received": True}
     out, stats, *received = attention(
         query,
         key,
@@ -215,7 +216,7 @@ def _forward(
         softcap=softcap,
         sink=s_aux,
         return_stats=True,
-        **({} if observe is None else {"return_received": True}),
+        **more,
     )
     if observe is not None:
         observe(*received)
