@@ -159,7 +159,8 @@ SHOWN_BY = {
 NO_CALL = {
     **dict.fromkeys(("ClassStats", "losses.ClassStats"), "what calls return"),
     **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
-                     "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "what calls return"),
+                     "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK", "attn.LinearState",
+                     "attn.WeightStats"), "what calls return"),
     **dict.fromkeys(("attn.Bias", "contrastive.Exclusion", "scale.Policy", "support.Support"), "abstract"),
     "attn.PairHook": "a type",
     "score.Score": "a type",

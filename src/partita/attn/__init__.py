@@ -3,6 +3,7 @@
 from partita.attn.bias import ALiBi, Bias, RelativeBias, alibi_slopes
 from partita.attn.distill import attention_divergence
 from partita.attn.hierarchy import blockwise_attention, hierarchical_attention
+from partita.attn.normalisers import LinearState, WeightStats, l1_attention, linear_attention, sigmoid_attention
 from partita.attn.pairwise import PairHook, ScaleInvariant, pair_attention
 from partita.attn.positions import rotary, sinusoidal
 from partita.attn.sdpa import attention
@@ -10,7 +11,6 @@ from partita.attn.variants import (
     TopK,
     gumbel_attention,
     hard_attention,
-    l1_attention,
     mean_entropy,
     top_k_attention,
 )
@@ -18,10 +18,12 @@ from partita.attn.variants import (
 __all__ = [
     "ALiBi",
     "Bias",
+    "LinearState",
     "PairHook",
     "RelativeBias",
     "ScaleInvariant",
     "TopK",
+    "WeightStats",
     "alibi_slopes",
     "attention",
     "attention_divergence",
@@ -30,9 +32,11 @@ __all__ = [
     "hard_attention",
     "hierarchical_attention",
     "l1_attention",
+    "linear_attention",
     "mean_entropy",
     "pair_attention",
     "rotary",
+    "sigmoid_attention",
     "sinusoidal",
     "top_k_attention",
 ]
