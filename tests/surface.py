@@ -232,6 +232,7 @@ call("l1_attention, statistics", lambda g: attn.l1_attention(*g.qkv(), return_st
 call("sigmoid_attention", lambda g: attn.sigmoid_attention(*g.qkv(), is_causal=True, return_stats=True))
 call("linear_attention", lambda g: attn.linear_attention(*g.qkv(), return_state=True))
 call("linear_attention, causal", lambda g: attn.linear_attention(*g.qkv(self_attention=True), is_causal=True, chunk=4))
+call("entropy_penalty", lambda g: attn.entropy_penalty(g.gibbs().stats(), [0.1, -0.2, 0.3, 0.0]))
 call("mean_entropy", lambda g: attn.mean_entropy(g.gibbs().stats()))
 call("rotary", lambda g: attn.rotary(g.qkv()[0]))
 
@@ -292,8 +293,11 @@ call(
 )
 call("focal_loss", lambda g: partita.focal_loss(*g.logits(), alpha=g.plain("classes").abs()))
 for on in ("probabilities", "logits"):
+    call(f"brier_loss, {on}", lambda g, on=on: partita.brier_loss(*g.logits(), on=on))
     call(f"mse_loss, {on}", lambda g, on=on: partita.mse_loss(*g.logits(), on=on))
     call(f"mae_loss, {on}", lambda g, on=on: partita.mae_loss(*g.logits(), on=on))
+call("gaussian_nll_loss", lambda g: partita.gaussian_nll_loss(*g.pairs(), g.plain("rows", "dim").exp()))
+call("laplace_nll_loss", lambda g: partita.laplace_nll_loss(*g.pairs(), 0.5, reduction="none"))
 call(
     "nce_loss",
     lambda g: partita.nce_loss(g.real("rows"), g.real("rows", "few"), g.plain("rows"), g.plain("rows", "few")),
@@ -390,6 +394,7 @@ call(
 )
 call("nn.CrossEntropyLoss", lambda g: g.module(nn.CrossEntropyLoss, label_smoothing=0.1)(*g.logits()))
 call("nn.FocalLoss", lambda g: g.module(nn.FocalLoss)(*g.logits()))
+call("nn.BrierLoss", lambda g: g.module(nn.BrierLoss)(*g.logits()))
 call("nn.MSELoss", lambda g: g.module(nn.MSELoss)(*g.logits()))
 call("nn.MAELoss", lambda g: g.module(nn.MAELoss)(*g.logits()))
 call(

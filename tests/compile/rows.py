@@ -165,6 +165,7 @@ NO_CALL = {
     "attn.PairHook": "a type",
     "score.Score": "a type",
     "score.InnerProduct": "abstract",
+    "nn.entropy_loss": "outside of the graph: it picks up what a forward has left; the penalty itself has a row",
     "nn.init_sharpness_": "for a model before it is compiled: it sets parameters once",
     **dict.fromkeys(("backend", "engine.backend"), "around a call of the graph: the choice is read when it runs"),
     "replace_sdpa": "around a call of the graph: tests/compile/test_models.py",

@@ -2,6 +2,7 @@
 
 from partita.attn.bias import ALiBi, Bias, RelativeBias, alibi_slopes
 from partita.attn.distill import attention_divergence
+from partita.attn.entropy import entropy_penalty, mean_entropy
 from partita.attn.hierarchy import blockwise_attention, hierarchical_attention
 from partita.attn.normalisers import LinearState, WeightStats, l1_attention, linear_attention, sigmoid_attention
 from partita.attn.pairwise import PairHook, ScaleInvariant, pair_attention
@@ -11,7 +12,6 @@ from partita.attn.variants import (
     TopK,
     gumbel_attention,
     hard_attention,
-    mean_entropy,
     top_k_attention,
 )
 
@@ -28,6 +28,7 @@ __all__ = [
     "attention",
     "attention_divergence",
     "blockwise_attention",
+    "entropy_penalty",
     "gumbel_attention",
     "hard_attention",
     "hierarchical_attention",

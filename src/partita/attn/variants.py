@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from partita.attn.problem import Options
 
-__all__ = ["TopK", "gumbel_attention", "hard_attention", "mean_entropy", "top_k_attention"]
+__all__ = ["TopK", "gumbel_attention", "hard_attention", "top_k_attention"]
 
 
 class TopK(NamedTuple):
@@ -121,15 +121,3 @@ def gumbel_attention(
         state = states_by_rows(lambda rows: sharp.rows(rows).state(value), sharp.blocks(value))
         return state.expectation().to(value.dtype)
     return by_rows(lambda rows: (_hard(sharp.rows(rows), value, problem)[0],), sharp.blocks(value), (1,))[0]
-
-
-def mean_entropy(stats: Stats) -> Tensor:
-    """Mean entropy of the rows that see a key, differentiable: what an entropy-regularised loss adds.
-
-        loss - beta * mean_entropy(stats)        beta > 0 keeps attention broad, beta < 0 sharpens it   (M-INF-5)
-
-    >>> mean_entropy(Gibbs(torch.zeros(2, 1), torch.zeros(5, 1)).stats())  # log 5
-    tensor(1.6094)
-    """
-    seen = stats.visible > 0
-    return torch.where(seen, stats.entropy, 0.0).sum() / seen.sum().clamp(min=1)
