@@ -108,6 +108,7 @@ call("attention_divergence", lambda g: partita.attention_divergence(*g.qkv()[:2]
 call("Gibbs.mean", lambda g: g.gibbs().mean(g.real("batch", "heads", "n_key", "dim_value"))[0])
 call("Gibbs.sample", lambda g: g.gibbs().sample(g.seed()))
 call("Gibbs.top_log_prob", lambda g: g.gibbs().top_log_prob(2))
+call("Gibbs.gaps", lambda g: g.gibbs().gaps([0.0, 0.5, 2.0]))
 call("Gibbs.top", lambda g: g.gibbs().top(2))
 call("divergence", lambda g: partita.divergence(g.gibbs(), g.gibbs()))
 call("divergence, js and a softcap", lambda g: partita.divergence(g.gibbs(softcap=2.0), g.gibbs(), "js", beta=0.3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.util
+import itertools
 import pkgutil
 import re
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import partita
+import partita_studies
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -62,7 +64,8 @@ def test_code_blocks_run(page: Path) -> None:
 def modules() -> Iterator[str]:
     yield "partita"
     extras = {"partita.engine.backends.triton.kernels.": "triton", "partita.hf.cache": "transformers"}
-    for found in pkgutil.walk_packages(partita.__path__, "partita."):
+    walks = [pkgutil.walk_packages(each.__path__, f"{each.__name__}.") for each in (partita, partita_studies)]
+    for found in itertools.chain(*walks):
         needed = [extra for name, extra in extras.items() if found.name.startswith(name)]
         if needed and importlib.util.find_spec(needed[0]) is None:
             continue
@@ -133,7 +136,8 @@ def test_the_pages_are_reached_from_the_index() -> None:
 
 def test_every_environment_variable_is_documented() -> None:
     """What a variable changes, a reader must be able to find out: one of them loads a library."""
-    sources = [*Path(partita.__file__).parent.rglob("*.py"), *(ROOT / "native").glob("*.cpp")]
+    packages = [Path(each.__file__ or "").parent for each in (partita, partita_studies)]
+    sources = [*(path for each in packages for path in each.rglob("*.py")), *(ROOT / "native").glob("*.cpp")]
     read = re.compile(r"(?:environ(?:\.get\(|\[)|getenv\()\s*\"(PARTITA_\w+)\"")
     found = {variable for source in sources for variable in read.findall(source.read_text(encoding="utf-8"))}
     assert {"PARTITA_BACKEND", "PARTITA_ISA", "PARTITA_NATIVE_LIBRARY"} <= found

@@ -16,6 +16,7 @@ from partita.engine.axes import split_heads
 from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import attention as plain_attention
 from partita.engine.execute import both_ways, execute, sample, scores, top, weighted_nll
+from partita.engine.execute import gaps as count_gaps
 from partita.engine.execute import received as column_sums
 from partita.engine.pairs import Pairs
 from partita.engine.request import Request, build, extend
@@ -422,6 +423,21 @@ class Gibbs:
         score, index = self.top(k)
         level = torch.where(self._rows().empty(), 0.0, self.log_partition())
         return score - level[..., None], index
+
+    def gaps(self, edges: Sequence[float] | Tensor) -> Tensor:  # (..., n_query, len(edges)) int64
+        """How many visible keys score within each edge of the row's maximum: how many compete with the best.
+
+            gaps_ie = #{ j : max_k score_ik - score_ij <= edge_e }
+
+        The maximum itself counts, so a row that sees something has at least 1; 0 on an empty support, and where a
+        visible score is nan. Edges may be in any order, +inf among them counts every visible key. No gradient
+        (M-COL-5).
+
+        >>> Gibbs(torch.ones(1, 1), torch.tensor([[5.0], [4.0], [4.0], [1.0]])).gaps([0.0, 1.0, 10.0])
+        tensor([[1, 3, 4]])
+        """
+        request = self.request()
+        return request.ungroup(count_gaps(request, edges), 1)
 
     def probs(self) -> Tensor:  # (..., n_query, n_key)
         """The whole matrix p(j|i): dense, n_query * n_key numbers. For small problems and for looking at."""

@@ -23,6 +23,7 @@ def row(name: str, function: Any) -> None:
 
 for read in ("received", "argmax", "argmin", "min_score"):
     row(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
+row("Gibbs.gaps, edges in a tensor", lambda g: g.gibbs().gaps(g.plain("few").abs()))
 row("Gibbs.top_log_prob", lambda g: g.gibbs().top_log_prob(2))
 row("divergence", lambda g: partita.divergence(g.gibbs(), g.gibbs(), "js", beta=0.3))
 row("attention_divergence", lambda g: partita.attention_divergence(*g.qkv()[:2], *g.qkv()[:2], is_causal=True))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 import partita
-from partita import reference
 from partita.errors import PartitaError
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import SUPPORTS, catalogue, problem
 from tests.tolerances import assert_exact

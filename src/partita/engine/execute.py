@@ -10,6 +10,7 @@
     accumulate(totals)      statistics of rows added up by heads, where a backend can
     forward, backward       one pass and its gradients without autograd, for those who bring their own (the ring)
     top, sample             keys chosen by their scores, tile by tile
+    gaps                    keys counted by how near they score to the best
     scores                  the scores themselves, all at once
 
 Who may follow: autograd, a transform of torch.func or forward mode (they *differentiate*); a tracer, a dispatch mode, a
@@ -30,6 +31,7 @@ from partita.engine import autograd, backends, selection
 from partita.engine.autograd import backward, forward
 from partita.engine.backends import tiled
 from partita.engine.fused import BothWaysNll, WeightedDivergence, WeightedNll
+from partita.engine.gaps import gaps as count_gaps
 from partita.engine.pair import Divergence, Question
 from partita.engine.pairs import written_out
 from partita.engine.received import Received, columns
@@ -50,6 +52,7 @@ __all__ = [
     "received",
     "sample",
     "scores",
+    "gaps",
     "top",
     "weighted_divergence",
     "weighted_nll",
@@ -342,6 +345,12 @@ def top(request: Request, k: int) -> tuple[Tensor, Tensor]:  # (*b, Q, k) each
     """The k best scores and their keys, best first, without a gradient; past the visible keys -inf and -1."""
     r = _traceable(request)
     return selection.top(r, k, kernels=not _audience((r.query, r.key, r.scale, r.bias)).looks)
+
+
+def gaps(request: Request, edges: Sequence[float] | Tensor) -> Tensor:  # (*b, Q, E) int64
+    """How many visible keys score within each edge of their row's largest score, without a gradient."""
+    r = request
+    return count_gaps(r, edges, kernels=not _audience((r.query, r.key, r.scale, r.bias)).looks)
 
 
 def scores(request: Request) -> Tensor:  # (*b, Q, K)

@@ -87,7 +87,7 @@ def build() -> argparse.ArgumentParser:
         commands,
         "demo",
         run_demo,
-        "watch a real encoder, train a small language model, run a few studies, write out/report.html and out/lab.html",
+        "watch an encoder, train a small language model, run studies, write pages of it all (needs partita-studies)",
     )
     demo.add_argument("-o", "--out", type=Path, default=Path("out"), help="folder for the pages and records (out)")
     demo.add_argument("--minutes", type=_minutes, default=2.75, help="time for the training part (2.75)")
@@ -109,7 +109,7 @@ def build() -> argparse.ArgumentParser:
     inspect.add_argument("--save", type=Path, help="write the record as JSON lines")
     inspect.add_argument("--report", type=Path, help="write the HTML report")
 
-    commands.add_parser("study", help="run an experiment of the theory part")
+    commands.add_parser("study", help="run an experiment of the theory part (needs partita-studies)")
 
     report = _command(commands, "report", run_report, "a record, or two to compare, as one HTML page")
     report.add_argument(
@@ -203,10 +203,19 @@ def verdict(everything: Sequence[Any], counts: Gate, options: argparse.Namespace
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
-def run_demo(options: argparse.Namespace) -> int:
-    from partita.lab.demo import demo
+def studies(part: str) -> Any:
+    """A module of partita-studies, a package of its own that stands on this one; here alone is it asked for."""
+    if importlib.util.find_spec("partita_studies") is None:
+        raise UsageError(
+            "studies and demo are in a package of their own: pip install partita-studies, "
+            "or pip install ./studies in a clone of the repository."
+        )
+    return importlib.import_module(f"partita_studies.{part}")
 
-    return demo(options.out, minutes=options.minutes, seed=options.seed, quick=options.quick)
+
+def run_demo(options: argparse.Namespace) -> int:
+    demo = studies("demo").demo
+    return int(demo(options.out, minutes=options.minutes, seed=options.seed, quick=options.quick))
 
 
 def run_inspect(options: argparse.Namespace) -> int:
@@ -249,11 +258,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def run_study(rest: list[str]) -> int:
-    """The studies are a part of their own; this only opens the door."""
-    if importlib.util.find_spec("partita.lab.study") is None:
-        raise UsageError("the studies (partita.lab.study) are not part of this installation.")
-    study = importlib.import_module("partita.lab.study")
-    return int(study.main(rest) or 0)
+    return int(studies("study").main(rest))
 
 
 def run_report(options: argparse.Namespace) -> int:

@@ -85,7 +85,7 @@ def cross_entropy(
 
 
 def focal_loss(
-    input: Tensor,  # as in cross_entropy
+    logits: Tensor,  # as the input of cross_entropy
     target: Tensor,  # class indices
     *,
     gamma: float = 2.0,
@@ -105,7 +105,7 @@ def focal_loss(
     """
     _checks.check_reduction(reduction)
     _checks.check_positive("gamma", gamma, zero=True)
-    logits = _classes_last(input)
+    logits = _classes_last(logits)
     raised = logits.to(torch.promote_types(logits.dtype, torch.float32))
     index, kept = _index(target, logits.shape[:-1], logits.shape[-1], ignore_index)
     nll = sums_of(raised, index).nll()
@@ -117,7 +117,7 @@ def focal_loss(
         rows = torch.where(sure, torch.zeros_like(nll), torch.where(sure, torch.ones_like(wrong), wrong) ** gamma * nll)
     if alpha is not None:
         rows = rows * (_alpha(alpha, logits)[index] if isinstance(alpha, Tensor) and alpha.dim() else alpha)
-    return _mean_of_kept(rows, kept, reduction).to(loss_dtype(input))
+    return _mean_of_kept(rows, kept, reduction).to(loss_dtype(logits))
 
 
 def brier_loss(

@@ -62,6 +62,8 @@ class Backend:
     divergences: Divergences | None = None
     # the k best scores of every row and their keys, in falling order; None where it has no kernel
     top: Callable[[Request, int], tuple[Tensor, Tensor] | None] | None = None
+    # how many keys score within each edge (1-D, any order) of their row's largest; None where it has no kernel
+    gaps: Callable[[Request, Tensor], Tensor | None] | None = None
     # statistics of rows added to the totals of their heads, in one walk; False where it does not serve them
     accumulate: Callable[..., bool] | None = None
     # why `weighted_nll` and `both_ways` cannot serve, where they serve more than a pass does

@@ -18,6 +18,7 @@ from partita.engine.backends import tiled
 from partita.engine.backends.native import library, losses, reduce
 from partita.engine.backends.native.divergence import Operands
 from partita.engine.backends.native.divergence import divergence as pair_divergence
+from partita.engine.backends.native.gaps import gaps as near
 from partita.engine.backends.native.plain_attention import attention
 from partita.engine.backends.native.received import received
 from partita.engine.backends.native.statistics import accumulate
@@ -186,6 +187,13 @@ def top(r: Request, k: int) -> tuple[Tensor, Tensor] | None:
     return best(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, k)
 
 
+def gaps(r: Request, edges: Tensor) -> Tensor | None:
+    """Keys within each edge of their row's largest score; None where that has no kernel."""
+    if too_large(replace(r, rank=True)):  # parts have largest scores of their own
+        return None
+    return near(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, edges)
+
+
 _FEW = 32  # batch entries, which are gone through one by one
 _SMALL = 1 << 12  # scores of an entry that is not worth it where there are many
 
@@ -227,6 +235,7 @@ BACKEND = Backend(
     BothWays(both_ways, both_ways_backward),
     column_sums=column_sums,
     top=top,
+    gaps=gaps,
     divergences=Divergences(divergence, divergence_backward, weighted_divergence),
     accumulate=accumulate,
 )
