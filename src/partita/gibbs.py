@@ -26,7 +26,7 @@ from partita.errors import DtypeError, ValueRangeError
 from partita.precision import output_dtype
 from partita.scale import Policy, TargetEntropy
 from partita.score import InnerProduct, Score
-from partita.solve import as_mask, solve_scale
+from partita.solve import as_mask, only_hides, solve_scale
 from partita.support import Support
 from partita.support.base import check_support
 
@@ -109,10 +109,10 @@ class Gibbs:
         if isinstance(policy, TargetEntropy):
             if self.softcap is not None:
                 raise ValueRangeError("TargetEntropy takes no softcap: it solves for the scale of plain scores.")
-            if self.bias is not None:
+            if self.bias is not None and only_hides(self.bias):
                 self.support, self.bias = as_mask(self.bias, self.support), None
             entropy = policy.target(self._visible())
-            given = {"support": self.support, "grouped": self.grouped, "score": self.score}
+            given = {"support": self.support, "bias": self.bias, "grouped": self.grouped, "score": self.score}
             return solve_scale(self.query, self.key, entropy=entropy, **given)  # type: ignore[arg-type]
         return policy(self._visible(), self.query.shape[-1], self.query)
 
