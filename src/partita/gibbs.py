@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,8 +113,8 @@ class Gibbs:
             if self.bias is not None and only_hides(self.bias):
                 self.support, self.bias = as_mask(self.bias, self.support), None
             entropy = policy.target(self._visible())
-            given = {"support": self.support, "bias": self.bias, "grouped": self.grouped, "score": self.score}
-            return solve_scale(self.query, self.key, entropy=entropy, **given)  # type: ignore[arg-type]
+            given: Any = {"support": self.support, "bias": self.bias, "grouped": self.grouped, "score": self.score}
+            return solve_scale(self.query, self.key, entropy=entropy, **given)
         return policy(self._visible(), self.query.shape[-1], self.query)
 
     def _visible(self) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, library
@@ -36,6 +37,32 @@ _GRID = 31  # scales tried from _SMALL to _REACH: steps of a factor 1.7
 _REACH = 1e4  # the cap: scores spread over this many nats are as one-hot as they get
 
 
+@overload
+def solve_scale(
+    query: Tensor,
+    key: Tensor,
+    *,
+    entropy: float | Tensor | None = None,
+    width: float | Tensor | None = None,
+    support: Support | None = None,
+    bias: Tensor | None = None,
+    grouped: bool = False,
+    score: Score | None = None,
+    return_reached: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def solve_scale(
+    query: Tensor,
+    key: Tensor,
+    *,
+    entropy: float | Tensor | None = None,
+    width: float | Tensor | None = None,
+    support: Support | None = None,
+    bias: Tensor | None = None,
+    grouped: bool = False,
+    score: Score | None = None,
+    return_reached: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def solve_scale(
     query: Tensor,  # (..., n_query, dim)
     key: Tensor,  # (..., n_key, dim)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from math import e, log, sqrt
-
 import math
+from math import e, log, sqrt
 
 import pytest
 import torch
