@@ -232,6 +232,7 @@ class FunctionMode(TorchFunctionMode):
         support: Any = None,
         bias: Any = None,
         softcap: float | None = None,
+        score: Any = None,
         stats: Any = None,
         **_: Any,
     ) -> None:
@@ -241,7 +242,7 @@ class FunctionMode(TorchFunctionMode):
         def scores() -> Scores:
             return partita_scores(
                 query, key, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                support=support, bias=bias, softcap=softcap,
+                support=support, bias=bias, softcap=softcap, score=score,
             )  # fmt: skip
 
         cross = None if self._inside is None else self._inside[1]

@@ -52,6 +52,7 @@ from partita.theory.sharpness.needle import (
     needle_weight_typical,
 )
 from partita.theory.sharpness.policies import (
+    bias_growth,
     calibrate_kappa,
     crossover_length,
     equivalent_kappa,
@@ -75,6 +76,7 @@ __all__ = [
     "Prediction",
     "ScaleRoot",
     "bernoulli_cumulant",
+    "bias_growth",
     "calibrate_kappa",
     "condensation_sharpness",
     "condensed_entropy",
