@@ -147,12 +147,10 @@ class FunctionMode(TorchFunctionMode):
             return out
 
         before, self._inside = self._inside, (heads, cross)
-        wrappers = [(patch, patch.add(wrap)) for patch, wrap in ((SDPA, sdpa), (SOFTMAX, softmax))]
         try:
-            return func(*args, **kwargs)
+            with SDPA.around(sdpa), SOFTMAX.around(softmax):
+                return func(*args, **kwargs)
         finally:
-            for patch, wrapper in wrappers:
-                patch.remove(wrapper)
             self._inside = before
 
     def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
