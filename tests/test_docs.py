@@ -175,7 +175,8 @@ def resolves(name: str, modules: set[str]) -> bool:
 
 def test_names_in_docstrings_messages_and_pages_can_be_reached():
     """`partita.watch.tensorboard` in a docstring, where watch is a function, helps nobody."""
-    texts = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+    told = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which speaks of names that were
+    texts = {str(page.relative_to(ROOT)): page.read_text() for page in told}
     package = Path(partita.__file__).parent
     modules = {".".join(p.relative_to(package.parent).with_suffix("").parts) for p in package.rglob("*.py")}
     modules |= {name.removesuffix(".__init__") for name in modules}
