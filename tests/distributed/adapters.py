@@ -44,7 +44,7 @@ def ranking(group: Any, hardness: str | None) -> None:
     assert_same(ours(features, None), theirs(features, None), given)
 
 
-def clip(group: Any) -> None:
+def _open_clip_losses() -> Any:
     files = importlib.metadata.files("open_clip_torch") or []
     spec = importlib.util.spec_from_file_location(
         "open_clip_loss", next(f.locate() for f in files if str(f) == "open_clip/loss.py")
@@ -52,8 +52,22 @@ def clip(group: Any) -> None:
     assert spec is not None and spec.loader is not None
     peer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(peer)
+    return peer
+
+
+def clip(group: Any) -> None:
     options = {"gather_with_grad": True, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
     image, text = own_rows(2)
     scale = torch.tensor(3.0, dtype=torch.float64)
-    ours, theirs = (kind(**options)(image, text, scale) for kind in (open_clip.ClipLoss, peer.ClipLoss))
+    kinds = (open_clip.ClipLoss, _open_clip_losses().ClipLoss)
+    ours, theirs = (kind(**options)(image, text, scale) for kind in kinds)
     assert_same(ours, theirs, [image, text])
+
+
+def siglip(group: Any, dist_impl: str | None) -> None:
+    options = {"dist_impl": dist_impl, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    image, text = own_rows(2)
+    scale, bias = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (3.0, -2.0))
+    kinds = (open_clip.SigLipLoss, _open_clip_losses().SigLipLoss)
+    ours, theirs = (kind(**options)(image, text, scale, bias, output_dict=True) for kind in kinds)
+    assert_same(ours["contrastive_loss"], theirs["contrastive_loss"], [image, text, scale, bias])

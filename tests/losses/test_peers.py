@@ -139,8 +139,8 @@ def test_open_clip_refuses_what_it_would_do_differently():
         open_clip.ClipLoss(world_size=2)
     with pytest.raises(ValueRangeError, match="horovod"):
         open_clip.ClipLoss(use_horovod=True)
-    with pytest.raises(ValueRangeError, match="several ranks"):
-        open_clip.SigLipLoss(world_size=2)
+    with pytest.raises(ValueRangeError, match="dist_impl must be None or one of bidir"):
+        open_clip.SigLipLoss(world_size=2, dist_impl="ring")
 
 
 def test_contrast_statistics_carry_the_information_bound_and_its_cap():
