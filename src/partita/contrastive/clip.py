@@ -61,6 +61,7 @@ def clip_loss(
     )
 
 
+@overridable
 def siglip_loss(
     image_features: Tensor,  # (n, dim)
     text_features: Tensor,  # (n, dim)

@@ -71,6 +71,7 @@ class Watch(Reading):
         self._muted = 0
         self._outermost: set[int] = set()
         self._enclosed: bool | None = None  # inside a module that is not the model's: has it called the model?
+        self._learning = False  # it was called to be differentiated, whatever it does inside (cached gradients)
         self._called: dict[str, int] = {}
         self._elsewhere = 0
         self._skipped = False
@@ -141,7 +142,7 @@ class Watch(Reading):
 
     def _begin(self, module: nn.Module) -> None:
         """A call of the model, or of a part of it, from outside: a step, unless a loss calls the model once more."""
-        again = self._enclosed is True and torch.is_grad_enabled() and self.step >= 0
+        again = self._enclosed is True and self._learning and self.step >= 0
         if not self._manual and not again and (self._fresh or id(module) in self._outermost):
             self._next(self.step + 1)
         elif self._manual and self._fresh and not self.observing:
@@ -220,7 +221,7 @@ class Watch(Reading):
         quiet = self._mode.without() if self._block and takes_fast_path(module) else contextlib.nullcontext()
         outermost = not self.observer.stack and self._enclosed is None
         if outermost:
-            self._enclosed = False
+            self._enclosed, self._learning = False, torch.is_grad_enabled()
         try:
             with quiet:
                 return inner(module, *args, **kwargs)
