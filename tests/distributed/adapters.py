@@ -44,6 +44,33 @@ def ranking(group: Any, hardness: str | None) -> None:
     assert_same(ours(features, None), theirs(features, None), given)
 
 
+class Weights(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 4, dtype=torch.float64))
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self[0](features["x"])}
+
+
+def cached(group: Any) -> None:
+    """Gradients of the encoder's weights, embedded in mini-batches, with the documents of both ranks."""
+    from sentence_transformers.sentence_transformer import losses
+
+    from partita.adapters.sentence_transformers import CachedMultipleNegativesRankingLoss
+
+    torch.manual_seed(5)
+    model = Weights()
+    features = [{"x": x.detach()} for x in own_rows(3)]
+    found = []
+    for kind in (CachedMultipleNegativesRankingLoss, losses.CachedMultipleNegativesRankingLoss):
+        loss = kind(model, mini_batch_size=2, gather_across_devices=True)(features, None)
+        model.zero_grad()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def _open_clip_losses() -> Any:
     files = importlib.metadata.files("open_clip_torch") or []
     spec = importlib.util.spec_from_file_location(

@@ -18,6 +18,13 @@ def test_sentence_transformers_gathers_across_devices(worlds: Worlds, hardness: 
     worlds.of(2).run("adapters", "ranking", hardness=hardness)
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("sentence_transformers") is None, reason="pip install sentence-transformers"
+)
+def test_sentence_transformers_cached_gathers_across_devices(worlds: Worlds) -> None:
+    worlds.of(2).run("adapters", "cached")
+
+
 def _needs_open_clip() -> None:
     try:
         importlib.metadata.version("open_clip_torch")

@@ -24,9 +24,15 @@ __all__ = ["NTXentLoss", "SupConLoss", "pair_loss"]
 class _Loss(nn.Module):
     kind: str
 
-    def __init__(self, temperature: float):
+    def __init__(self, temperature: float, others: dict[str, Any]):
         super().__init__()
         check_positive("temperature", temperature)
+        asked = [name for name, value in others.items() if value is not None]
+        if asked:
+            raise ValueRangeError(
+                f"{self.kind} takes a temperature; {', '.join(asked)} would need the n x n matrix of distances or a "
+                f"loss of each pair, which are not made here. Use pytorch_metric_learning's own for those."
+            )
         self.temperature = temperature
 
     def forward(
@@ -55,8 +61,8 @@ class SupConLoss(_Loss):
 
     kind = "SupConLoss"
 
-    def __init__(self, temperature: float = 0.1):
-        super().__init__(temperature)
+    def __init__(self, temperature: float = 0.1, **others: Any):
+        super().__init__(temperature, others)
 
 
 class NTXentLoss(_Loss):
@@ -70,8 +76,8 @@ class NTXentLoss(_Loss):
 
     kind = "NTXentLoss"
 
-    def __init__(self, temperature: float = 0.07):
-        super().__init__(temperature)
+    def __init__(self, temperature: float = 0.07, **others: Any):
+        super().__init__(temperature, others)
 
 
 @overridable
@@ -210,4 +216,4 @@ def _read(near: State, far: State, rows: Tensor, x: Tensor, scale: float) -> Lab
     right = ~near.empty() & (near.peak >= far.peak)
     norm = torch.linalg.vector_norm(x.to(rows.dtype), dim=-1)
     counts = (near.count, far.count, width_of(far), per_row(scale, rows), norm)
-    return LabelStats(*whole.stats(), right, whole.confidence(), rows.detach(), *counts)  # type: ignore[call-arg]
+    return LabelStats(*whole.stats(), right, whole.confidence(), rows.detach(), *counts)

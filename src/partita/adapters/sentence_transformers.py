@@ -142,11 +142,12 @@ def _cached() -> type[nn.Module]:
             embed in mini-batches without a graph; the loss and its gradient of all embeddings; embed again with it
         """
 
-        @functools.wraps(losses.CachedMultipleNegativesRankingLoss.__init__)
+        @functools.wraps(losses.CachedMultipleNegativesRankingLoss.__init__)  # type: ignore[misc]
         def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
             super().__init__(model, *args, **options)
-            theirs = self.loss.get_config_dict() | {"similarity_fct": self.loss.similarity_fct}
-            self.loss = MultipleNegativesRankingLoss(model, **theirs)
+            theirs: Any = self.loss  # type: ignore[has-type]
+            given = theirs.get_config_dict() | {"similarity_fct": theirs.similarity_fct}
+            self.loss = MultipleNegativesRankingLoss(model, **given)
 
         def calculate_loss(
             self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
@@ -162,7 +163,7 @@ def _cached() -> type[nn.Module]:
             """`partita.Stats` of the last batch."""
             return self.loss.last_stats
 
-    made = CachedMultipleNegativesRankingLoss
+    made: type[nn.Module] = CachedMultipleNegativesRankingLoss
     made.__module__, made.__qualname__ = __name__, made.__name__
     return made
 
