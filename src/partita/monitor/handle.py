@@ -17,6 +17,7 @@ from partita.monitor.coverage import Coverage, coverage, expected
 from partita.monitor.findings import Thresholds
 from partita.monitor.functions import FunctionMode, in_backward
 from partita.monitor.in_graph import Graphs
+from partita.monitor.live import LiveLine
 from partita.monitor.modules import Frame, Roll, frame, takes_fast_path
 from partita.monitor.observer import Observer
 from partita.monitor.operator import listening
@@ -48,6 +49,7 @@ class Watch(Reading):
         thresholds: Thresholds | dict[str, float] | None = None,
         title: str | None = None,
         kernel: str = "own",
+        live: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch takes a torch.nn.Module; got {type(model).__name__}.")
@@ -58,6 +60,8 @@ class Watch(Reading):
             thresholds=thresholds, kernel=kernel,
         )  # fmt: skip
         self.thresholds, self.kernel = self.options.thresholds, kernel
+        if live:
+            self.options.sinks.append(LiveLine(self.thresholds))
         self.model = inside
         self._expected = expected(inside)
         self.record = Record(provenance=provenance(inside, self.options.plain()))
@@ -106,6 +110,7 @@ class Watch(Reading):
             attached()
         self.observer.flush()
         self.observing = False
+        self.observer.buffer.end()
 
     def __enter__(self) -> Watch:
         self.attach()
