@@ -189,7 +189,7 @@ class Watch(Reading):
         kernel = self.kernel if self.options.rows is None and self.options.layers is None else "own"
 
         def call() -> Any:
-            first = () if name is None and self.observer.stack else (frame(name or "", code, kwargs),)
+            first = () if name is None and self.observer.stack else (frame(name or "", code, kwargs, args),)
             self.observer.stack.extend(first)
             with listening(self._graphs), compiled.GRAPHS.reporting(kernel):
                 return inner(module, *args, **kwargs)
@@ -217,7 +217,7 @@ class Watch(Reading):
     ) -> Any:
         if takes_fast_path(module) and not hasattr(_REPLAY, "owner"):
             return self._run_twice(name, inner, module, args, kwargs)
-        self.observer.stack.append(frame(name, module, kwargs))
+        self.observer.stack.append(frame(name, module, kwargs, args))
         with self._listen():
             return inner(module, *args, **kwargs)
 
@@ -246,7 +246,7 @@ class Watch(Reading):
             self._muted -= 1
         if self.observing:
             spent, begin = self.observer.spent_s, time.perf_counter()
-            self.observer.stack.append(frame(name, module, kwargs))
+            self.observer.stack.append(frame(name, module, kwargs, args))
             _REPLAY.owner = self
             try:
                 with self._listen():
