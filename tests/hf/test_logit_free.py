@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from pathlib import Path
 import inspect
 import warnings
 
@@ -273,6 +274,20 @@ def test_the_trainers_log_speaks_of_tokens(tmp_path, accumulation):
     from partita.hf.deferred import LISTENERS
 
     assert not LISTENERS
+
+
+@needs_accelerate
+def test_the_example_learns_the_same_and_draws(tmp_path):
+    path = Path(__file__).parents[2] / "examples" / "logit_free_trainer.py"
+    spec = importlib.util.spec_from_file_location("logit_free_trainer", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    runs = {name: example.train(free, 3, vocabulary=256) for name, free in (("with logits", False), ("without", True))}
+    (plain, nothing, _), (mine, accuracy, _) = runs.values()
+    assert len(mine) == 3 and mine == pytest.approx(plain, rel=1e-3)
+    assert not nothing and len(accuracy) == 3 and all(0 <= a <= 1 for a in accuracy)
+    example.draw(runs, str(tmp_path / "figure.svg"))
+    assert (tmp_path / "figure.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="pip install peft to test low-rank heads")

@@ -33,7 +33,7 @@ class _Tokens:
 
 
 def token_log_callback() -> Any:
-    """A callback for the transformers Trainer of a `logit_free` model, `Trainer(..., callbacks=[token_log_callback()])`.
+    """A callback for the Trainer of a `logit_free` model: `Trainer(..., callbacks=[token_log_callback()])`.
 
     Adds `token_accuracy`, `token_log_prob` and `token_entropy` (means over the tokens that count, of the step that is
     logged) to the log and its history. They come with the pass of the loss, on the steps that are logged.
