@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import tempfile
 import time
 import warnings
@@ -19,6 +18,7 @@ import torch
 import partita
 
 from .harness import Options, Row, compare
+from .peak import measure, memory_row
 
 
 def step_of(n: int, free: bool) -> Callable[[], object]:
@@ -49,18 +49,21 @@ def step_of(n: int, free: bool) -> Callable[[], object]:
     return lambda: step(tokens)
 
 
+PROBES: dict[str, Callable[[int], Callable[[], object]]] = {
+    "without logits": lambda n: step_of(n, True),
+    "with logits": lambda n: step_of(n, False),
+}
+
+
 def cases(options: Options) -> Iterator[list[Row]]:
     if any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")):
         return
     n = 32 if options.quick else 2048
     shape = f"Trainer step, {n} tokens, {64 * n} classes, width 256"
     if options.wants(name := f"memory {shape}"):
-        from .memory import measure
-
-        ours, peer = (measure(f"trainer step{x}", n, options)[0] for x in ("", " with logits"))
-        load = round(os.getloadavg()[0], 2)
+        ours, peer = (measure("trainer", probe, n, options)[0] for probe in PROBES)
         bar = None if options.quick else 0.2
-        yield [Row("trainer", name, "the same with logits", ours, peer, "bytes", bar=bar, load=load)]
+        yield [memory_row(name, "the same with logits", ours, peer, "bytes", bar, question="trainer")]
     if options.wants(name := f"time {shape}"):
         spent = {"partita": 0.0, "the same with logits": 0.0}
         steps = {"partita": step_of(n, True), "the same with logits": step_of(n, False)}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from pathlib import Path
 import inspect
 import warnings
+from pathlib import Path
 
 import pytest
 import torch

@@ -64,6 +64,7 @@ def watch(
     thresholds: Thresholds | dict[str, float] | None = None,
     title: str | None = None,
     kernel: str = "own",
+    received: bool = False,
     live: bool = False,
 ) -> Watch:
     """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
@@ -73,7 +74,7 @@ def watch(
     training, or what `set_step` says. A compiled model stays compiled: while it is watched its graphs are others, which
     report (all options work in them), and afterwards its own serve again without being made anew.
 
-    every: look at one step of so many; the others cost nothing that can be measured.
+    every: look at one step of so many; of the others torch's calls are passed on, and nothing is computed.
     rows: look at so many evenly spaced queries per call (None: all); the largest score is then a lower bound.
     layers: numbers (in order of first call) or regular expressions on module names.
     maps: (layer, head) pairs whose attention is kept as a picture of at most 128 x 128.
@@ -81,11 +82,13 @@ def watch(
     kernel: "own" keeps the model's own attention kernel and its bits. "partita" lets plain attention (no mask, no
         dropout) give output and statistics in one pass of partita's: cheaper, and equal within rounding only. In
         compiled graphs too; there partita's own attention gives both in one pass whatever is asked for.
+    received: follow which key positions draw the mass (`record.received`): two passes more at one step of eight in
+        training, and at every input otherwise.
     live: a line in the terminal: loss, worst head, and findings as they appear (with `rich`, where it is installed).
     """
     from partita.monitor.handle import Watch
 
     return Watch(
         model, every=every, rows=rows, layers=layers, maps=maps, sinks=sinks, thresholds=thresholds, title=title,
-        kernel=kernel, live=live,
+        kernel=kernel, received=received, live=live,
     )  # fmt: skip

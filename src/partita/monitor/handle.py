@@ -49,6 +49,7 @@ class Watch(Reading):
         thresholds: Thresholds | dict[str, float] | None = None,
         title: str | None = None,
         kernel: str = "own",
+        received: bool = False,
         live: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -57,7 +58,7 @@ class Watch(Reading):
         self._roll = Roll(inside)
         self.options = options(
             inside, self._roll.names(), every=every, rows=rows, layers=layers, maps=maps, sinks=sinks,
-            thresholds=thresholds, kernel=kernel,
+            thresholds=thresholds, kernel=kernel, received=received,
         )  # fmt: skip
         self.thresholds, self.kernel = self.options.thresholds, kernel
         if live:
