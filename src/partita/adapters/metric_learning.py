@@ -215,5 +215,5 @@ def _read(near: State, far: State, rows: Tensor, x: Tensor, scale: float) -> Lab
     whole = near.merge(far)
     right = ~near.empty() & (near.peak >= far.peak)
     norm = torch.linalg.vector_norm(x.to(rows.dtype), dim=-1)
-    counts = (near.count, far.count, width_of(far), per_row(scale, rows), norm)
-    return LabelStats(*whole.stats(), right, whole.confidence(), rows.detach(), *counts)
+    push = far.count, width_of(far), per_row(scale, rows), norm
+    return LabelStats(*whole.stats(), right, whole.confidence(), rows.detach(), near.count, *push)  # type: ignore[call-arg, unused-ignore]
