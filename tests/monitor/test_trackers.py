@@ -125,6 +125,7 @@ def test_weights_and_biases(offline: Path) -> None:
         w = run(sink)
         assert sink is not None and package.run is not None
         package.finish()
+        package.teardown()  # its service writes the file, and is done with it only when it has ended
         from wandb.proto import wandb_internal_pb2
 
         (path,) = offline.glob("wandb/offline-run-*/*.wandb")
