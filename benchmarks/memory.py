@@ -5,7 +5,6 @@ Each number comes from a process of its own (`peak.py`).
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -65,27 +64,6 @@ def _contrastive(n: int, loss: Callable[..., torch.Tensor]) -> Callable[[], obje
     return lambda: loss(a, b).backward()
 
 
-def _training_step(n: int, free: bool) -> Callable[[], object]:
-    """A step of a small Hugging Face language model on n tokens with 64 n classes; its optimizer has stepped before."""
-    transformers = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64 * n, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    model = partita.hf.logit_free(model) if free else model
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step(tokens: torch.Tensor) -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(torch.randint(64 * n, (1, 8)))
-    tokens = torch.randint(64 * n, (max(1, n // 512), min(n, 512)))
-    return lambda: step(tokens)
-
-
 PROBES: dict[str, Callable[[int], Callable[[], object]]] = {
     "attention": _attention_stats,
     "attention eager": _attention_eager,
@@ -96,8 +74,6 @@ PROBES: dict[str, Callable[[int], Callable[[], object]]] = {
     "contrastive": lambda n: _contrastive(n, info_nce),
     "contrastive two cross entropies": lambda n: _contrastive(n, two_cross_entropies),
     "contrastive two logsumexps": lambda n: _contrastive(n, two_logsumexps),
-    "training step": lambda n: _training_step(n, True),
-    "training step with logits": lambda n: _training_step(n, False),
 }
 
 
@@ -130,19 +106,6 @@ def cases(options: Options) -> Iterator[list[Row]]:
         if n and options.wants(name):
             size, seconds = measure("memory", probe, n, options)
             yield [memory_row(name, f"limit {limit // MB} MB", size, limit, "bytes", 1.0, f"{seconds:.2f} s")]
-
-    n = 32 if options.quick else 2048
-    name = f"memory Llama training step tokens={n} V=64N D=256"
-    if options.wants(name) and importlib.util.find_spec("transformers") is not None:
-        repeat = 1 if options.quick else 5
-        (ours, fast), (peer, slow) = (
-            measure("memory", f"training step{x}", n, options, repeat) for x in ("", " with logits")
-        )
-        bars = (None, None) if options.quick else (0.2, 1.0)
-        yield [
-            memory_row(name, "the same with logits", ours, peer, "bytes", bars[0]),
-            memory_row(name.replace("memory", "time"), "the same with logits", fast, slow, "s", bars[1]),
-        ]
 
     if options.wants("growth"):
         yield _growth([256, 512] if options.quick else [4096, 8192, 16384, 32768], options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from partita.distributed._ring.group import Group, group_of
 from partita.distributed._ring.handshake import checks, confirm, handshake
 from partita.distributed._ring.layout import Layout
 from partita.distributed._ring.merge import merge_states
+from partita.distributed._ring.questions import ask_all
 from partita.engine import State
 from partita.engine.sums import Sums
 from partita.gibbs import Gibbs
@@ -146,3 +147,6 @@ class Ranks(Processes):
         rank = self._ring(query, key, 1.0, asked).sums(level=level, statistics=False).rank
         assert rank is not None
         return rank
+
+    def ask_all(self, ask: Callable[..., Tensor], rows: Tensor, key: Tensor, shared: Sequence[Tensor]) -> Tensor:
+        return ask_all(ask, self.group, self.sizes[1], rows, key, shared)

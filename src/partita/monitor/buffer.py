@@ -77,3 +77,13 @@ class StepBuffer:
                 if id(sink) not in self._failed:
                     self._failed.add(id(sink))
                     log.warning("a sink failed at step %d and is not reported again: %s", step, error)
+
+    def end(self) -> None:
+        """Sinks that hold something open are told that nothing more comes for now."""
+        for sink in self.sinks:
+            close = getattr(sink, "close", None)
+            if callable(close):
+                try:
+                    close()
+                except Exception as error:
+                    log.warning("a sink could not be closed: %s", error)

@@ -113,7 +113,8 @@ class _Reader:
         self.columns, self.bands, self.layers, self.fresh, self.shift = columns, bands, [], True, 0
 
     def _site(self, line: dict[str, Any]) -> None:
-        site = Site(_text(line, "name"), _text(line, "type"), _whole(line, "heads", MOST_HEADS))
+        heads = _whole(line, "heads", MOST_HEADS)
+        site = Site(_text(line, "name"), _text(line, "type"), heads, line.get("cross") is True)
         sites = self.record.sites
         same = next((i for i, s in enumerate(sites) if s.name == site.name and i not in self.layers), len(sites))
         if same == len(sites):

@@ -15,7 +15,7 @@ from partita.monitor import measure
 from partita.monitor.accumulator import Accumulator
 from partita.monitor.buffer import StepBuffer
 from partita.monitor.losses import Numbers
-from partita.monitor.modules import Frame, padding
+from partita.monitor.modules import Frame, is_attention, named_cross, padding
 from partita.monitor.options import Options
 from partita.monitor.record import Record, Site
 from partita.monitor.scores import Scores, self_padding
@@ -79,12 +79,15 @@ class Observer:
         self.seen.add(top.name)
         name = top.title if ordinal == 0 else f"{top.title}[{ordinal}]"
         layer = self.layers.setdefault(name, len(self.layers))
+        crosses = cross if cross is not None else any(f.cross for f in self.stack[-2:])
         if layer == len(self.record.sites):
-            self.record.sites.append(Site(name, kind, shape[-3] if len(shape) > 3 else 1))
+            apart = (
+                cross or named_cross(top.name) or any(f.cross for f in self.stack[-2:] if is_attention("", f.module))
+            )
+            self.record.sites.append(Site(name, kind, shape[-3] if len(shape) > 3 else 1, bool(apart)))
         if not self.options.chosen(layer, name):
             return
         call = build()
-        crosses = cross if cross is not None else any(f.cross for f in self.stack[-2:])
         keep = padding(self.stack, call.batch, call.n_query)
         if keep is None and not crosses:
             keep = self_padding(call)

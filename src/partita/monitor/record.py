@@ -59,6 +59,12 @@ class Site:
     name: str
     kind: str
     heads: int
+    cross: bool = False  # keys of another sequence: cross-attention
+
+    def line(self, layer: int) -> dict[str, Any]:
+        """As a file has it."""
+        about = {"kind": "site", "layer": layer, "name": self.name, "type": self.kind, "heads": self.heads}
+        return about | ({"cross": True} if self.cross else {})
 
 
 @dataclass
@@ -109,13 +115,14 @@ class Record:
     def rows(self) -> Iterator[dict[str, Any]]:
         """One dict per step, layer and head."""
         for block in self.blocks:
-            name = self.sites[block.layer].name if block.layer < len(self.sites) else str(block.layer)
+            site = self.sites[block.layer] if block.layer < len(self.sites) else Site(str(block.layer), "", 0)
             for head in range(block.heads):
                 row: dict[str, Any] = {"step": block.step, "layer": block.layer, "head": head}
                 for key, value in block.row(head).items():
                     row[key] = int(value) if key in INTEGERS and math.isfinite(value) else value
-                row["name"] = name
+                row["name"] = site.name
                 row["training"] = block.training
+                row["cross"] = site.cross
                 yield row
 
     def frame(self, pandas: bool | None = None) -> Any:
@@ -153,7 +160,7 @@ class Record:
     def lines(self) -> Iterator[dict[str, Any]]:
         yield header(self.provenance)
         for layer, site in enumerate(self.sites):
-            yield {"kind": "site", "layer": layer, "name": site.name, "type": site.kind, "heads": site.heads}
+            yield site.line(layer)
         for block in self.blocks:
             yield block_line(block)
         told = {"loss": self.losses, "curve": self.curves, "map": self.maps, "received": self.received}
@@ -188,7 +195,7 @@ def render_page(part: str = "") -> Any:
 
 
 def frame_columns() -> list[str]:
-    return ["step", "layer", "head", *COLUMNS, "name", "training"]
+    return ["step", "layer", "head", *COLUMNS, "name", "training", "cross"]
 
 
 def text_of(line: dict[str, Any]) -> str:

@@ -46,7 +46,7 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
         columns[name] = _gather(record, name, offsets, heads, slot, len(bins))
     metrics, resolution = _encode(columns, len(bins))
     packed = {
-        "sites": [{"name": s.name, "kind": s.kind, "heads": s.heads} for s in record.sites],
+        "sites": [{"name": s.name, "kind": s.kind, "heads": s.heads, "cross": s.cross} for s in record.sites],
         "steps": shown,
         "metrics": metrics,
         "resolution": resolution,
