@@ -16,6 +16,12 @@ from partita.theory.sharpness.control import (
     entropy_scale,
     entropy_scale_gradient,
 )
+from partita.theory.sharpness.critical import (
+    critical_mass_bound,
+    critical_scale,
+    critical_scale_from_gaps,
+    gaussian_critical_scale,
+)
 from partita.theory.sharpness.cumulant import (
     Prediction,
     bernoulli_cumulant,
@@ -81,6 +87,9 @@ __all__ = [
     "condensed_index",
     "controller_multiplier",
     "controller_step",
+    "critical_mass_bound",
+    "critical_scale",
+    "critical_scale_from_gaps",
     "crossover_length",
     "distillation_gradient",
     "distillation_loss",
@@ -94,6 +103,7 @@ __all__ = [
     "extreme_location",
     "frozen_index",
     "frozen_sharpness",
+    "gaussian_critical_scale",
     "gaussian_cumulant",
     "gaussian_entropy",
     "gaussian_log_partition",
