@@ -159,6 +159,7 @@ POLICIES: dict[str, Callable[[Given], scale.Policy]] = {
     "KappaLog": lambda g: scale.KappaLog(2.0),
     "LogLength": lambda g: scale.LogLength(16),
     "SqrtLogLength": lambda g: scale.SqrtLogLength(16),
+    "CriticalScale": lambda g: scale.CriticalScale(16, (0.5, 1.0, 2.0, 0.0)),
     "Llama4Temperature": lambda g: scale.Llama4Temperature(3),
     "YarnTemperature": lambda g: scale.YarnTemperature(4.0),
     "Mixed": lambda g: scale.Mixed(),

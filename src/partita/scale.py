@@ -26,6 +26,7 @@ from partita.support.base import check_support
 __all__ = [
     "CalibratedLog",
     "Constant",
+    "CriticalScale",
     "GaussianEntropy",
     "InverseSqrt",
     "KappaLog",
@@ -192,6 +193,54 @@ class YarnTemperature(Policy):
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return torch.full_like(n, (0.1 * math.log(max(self.factor, 1.0)) + 1) ** 2 / math.sqrt(dim))
+
+
+@dataclass(frozen=True)
+class CriticalScale(Policy):
+    """scale = (log(max(n, floor)) / log(reference))^exponent / sqrt(dim): growing as the rows' critical scale does.
+
+    exponent: 1/2 for Gaussian scores (`SqrtLogLength`), 1 where one key has a margin (`LogLength`), or one per head, as
+    `CriticalScale.fit` finds them from critical scales measured at several lengths.
+
+    >>> CriticalScale(reference=16, exponent=2.0)(256, 64)  # (log 256 / log 16)^2 / sqrt(64)
+    tensor(0.5000, dtype=torch.float64)
+    """
+
+    reference: float
+    exponent: float | Sequence[float] = 0.5
+    floor: float = 4
+
+    def __post_init__(self) -> None:
+        _check_reference(self.reference)
+        each = self.exponent if isinstance(self.exponent, Sequence) else (self.exponent,)
+        for x in each:
+            if not (isinstance(x, (int, float)) and finite(x)):
+                raise ValueRangeError(f"exponent must be a finite number, or one per head; got {self.exponent!r}.")
+
+    @staticmethod
+    def fit(reference: float, lengths: Sequence[float], critical: Sequence[Sequence[float]]) -> CriticalScale:
+        """From critical scales (lengths, heads): the slope of log critical against log log n, for every head."""
+        if len(lengths) < 2 or len(lengths) != len(critical) or min(lengths) <= math.e:
+            raise ShapeError(f"fit needs critical scales of two lengths or more, all above 2; got lengths {lengths!r}.")
+        x = torch.tensor(lengths, dtype=torch.float64, device="cpu").log().log()
+        y = torch.tensor(critical, dtype=torch.float64, device="cpu").log()
+        if not (bool(torch.isfinite(y).all()) and x.std() > 0):
+            raise ValueRangeError("critical scales must be positive and finite, of lengths that differ.")
+        x = x - x.mean()
+        slope = (x[:, None] * y).sum(0) / (x * x).sum()
+        return CriticalScale(reference, tuple(slope.tolist()))
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        ratio = n.clamp(min=self.floor).log() / math.log(self.reference)
+        if not isinstance(self.exponent, Sequence):
+            return ratio**self.exponent / math.sqrt(dim)
+        if n.dim() >= 2 and n.shape[-2] not in (1, len(self.exponent)):
+            raise ShapeError(
+                f"CriticalScale has {len(self.exponent)} heads; the rows have {tuple(n.shape)}, heads second from the "
+                f"right."
+            )
+        exponent = torch.tensor(list(self.exponent), dtype=n.dtype, device=n.device)
+        return ratio ** exponent[:, None] / math.sqrt(dim)
 
 
 @dataclass(frozen=True)

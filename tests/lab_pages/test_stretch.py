@@ -131,18 +131,19 @@ def test_a_run_is_whole_and_is_not_repeated(files: tuple[Path, Path], capsys: py
     out = files[0].parent / "out"
     found = json.loads((out / "stretch.json").read_text())
     assert found["lengths"] == [8, 16, 32]
-    assert len(found["settings"]) == 6 + 2 * 5
+    assert len(found["settings"]) == 6 + 2 * 6
     assert found["says"] in first
-    assert re.search(r"\[16/16\] .* at 32: ", first)
+    assert re.search(r"\[18/18\] .* at 32: ", first)
     assert {row["length"] for row in found["heads"]} == {8, 16, 32}
     assert len(found["heads"]) == 2 * 2 * 3
     for row in found["heads"]:
+        assert row["critical"] > 0
         assert 0 <= row["entropy"] <= math.log(row["length"]) + 1e-6
     html = (out / "stretch.html").read_text()
     assert "<script" not in html
     assert all(setting["name"].split(" with ")[0] in html for setting in found["settings"])
     lines = (out / "cells.jsonl").read_text().splitlines()
-    assert len(lines) == 1 + 16 * 3
+    assert len(lines) == 1 + 18 * 3
     # a stop in the middle of a line: that cell alone is made again, and nothing else changes
     (out / "cells.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:20])
     assert ask(files, "make") == 0
@@ -173,7 +174,7 @@ def test_an_interrupted_run_says_that_it_goes_on(
 def test_without_turning_positions_the_scales_are_left(files: tuple[Path, Path]) -> None:
     assert ask(files, "plain", "--json") == 0
     found = json.loads((files[0].parent / "out" / "stretch.json").read_text())
-    assert len(found["settings"]) == 1 + 5
+    assert len(found["settings"]) == 1 + 6
 
 
 @pytest.mark.parametrize(

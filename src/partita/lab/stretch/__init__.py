@@ -12,101 +12,24 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from partita.attn import NTK, Clipped, Interpolated, Positions, YaRN
 from partita.lab.cli import UsageError
 from partita.lab.inspect import encode, is_factory, load, read_text
 from partita.lab.interval import Interval, interval
 from partita.lab.stretch.cells import Cells
+from partita.lab.stretch.heads import growth, heads
+from partita.lab.stretch.question import Question
 from partita.lab.stretch.reader import OWN, Reader, Setting, reader
-from partita.monitor import Watch
 from partita.monitor.provenance import positions as positions_of
 from partita.monitor.record import clean
 from partita.scale import InverseSqrt, LogLength, Policy, SqrtLogLength
 
 __all__ = ["Question", "stretch"]
 
-_HIDDEN = 7  # of a masked model's span every seventh token is hidden
-_TOGETHER = 8192  # tokens in a batch
-_FEWEST = 8  # windows, half of which choose and half of which judge
-_LOOKED = 2  # windows in which every head is looked at
 _BEST = 2  # position settings that meet the scales
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked: tokens, where the windows lie, which lengths."""
-
-    ids: Tensor
-    trained: int
-    longest: int
-    starts: list[int]  # of the longest passage of each window
-    causal: bool
-
-    @staticmethod
-    def of(ids: Tensor, trained: int, longest: int, targets: int, causal: bool) -> Question:
-        span = _span(trained)
-        each = span if causal else max(1, span // _HIDDEN)
-        room = len(ids) - longest
-        most = 1 + room // span
-        if room < 0 or most < _FEWEST:
-            raise UsageError(
-                f"the text has {len(ids)} tokens; {_FEWEST} windows with different tokens to score need "
-                f"{longest + (_FEWEST - 1) * span}. Give a longer text, or a smaller --to."
-            )
-        count = max(_FEWEST, min(most, math.ceil(targets / each)))
-        starts = [round(i * room / (count - 1)) for i in range(count)]
-        return Question(ids, trained, longest, starts, causal)
-
-    @property
-    def lengths(self) -> list[int]:
-        found = [self.trained]
-        while found[-1] * 2 < self.longest:
-            found.append(found[-1] * 2)
-        return [*found, self.longest]
-
-    @property
-    def targets(self) -> int:
-        return sum(len(self.places(k, self.longest)) for k in range(len(self.starts)))
-
-    def passage(self, window: int, length: int) -> Tensor:
-        """Text around the scored tokens: what stands before them, or as much on both sides."""
-        start = self.starts[window]
-        spare = self.longest - length
-        cut = spare if self.causal else spare // 2
-        return self.ids[start + cut : start + cut + length]
-
-    def places(self, window: int, length: int) -> list[int]:
-        """Of the scored tokens, in the passage of this length."""
-        span = _span(self.trained)
-        if self.causal:
-            return list(range(length - span, length))
-        spare = self.longest - length
-        first = (self.longest - span) // 2 - spare // 2
-        return list(range(first + window % min(_HIDDEN, span), first + span, _HIDDEN))
-
-    def asked(self, windows: range, length: int) -> tuple[Tensor, list[list[int]]]:
-        """Passages of some windows, and the places to score in each."""
-        return torch.stack([self.passage(k, length) for k in windows]), [self.places(k, length) for k in windows]
-
-    def batches(self, length: int) -> list[range]:
-        """Windows that are read together: of as many scored tokens each, and of not too many tokens in all."""
-        step, found = max(1, _TOGETHER // length), list[range]()
-        for k in range(len(self.starts)):
-            fits = found and len(found[-1]) < step
-            alike = fits and len(self.places(found[-1][0], length)) == len(self.places(k, length))
-            found[-1:] = [range(found[-1].start, k + 1)] if alike else [*found[-1:], range(k, k + 1)]
-        return found
-
-
-def _span(trained: int) -> int:
-    return max(1, trained // 2)
 
 
 def stretch(
@@ -151,12 +74,12 @@ def stretch(
         f"windows, scored at {', '.join(map(str, question.lengths))}"
     )
     try:
-        tried = _search(reads, question, cells, say)
-        heads = _heads(reads, question)
+        looked = heads(reads, question)
+        tried = _search(reads, question, cells, _scales(trained, growth(looked, trained)), say)
     finally:
         reads.apply(OWN)
     found = _judged(reads, question, cells, tried)
-    found.update(schema="partita.stretch/1", model=type(model).__name__, about=about, heads=heads)
+    found.update(schema="partita.stretch/1", model=type(model).__name__, about=about, heads=looked)
     return clean(found)  # type: ignore[no-any-return]
 
 
@@ -168,8 +91,9 @@ def _positions(question: Question) -> list[Positions]:
     return [NTK(factor), Interpolated(factor), YaRN(factor, trained), Clipped(trained - 1), Clipped(trained // 2)]
 
 
-def _scales(trained: int) -> list[Policy]:
+def _scales(trained: int, critical: Policy | None) -> list[Policy]:
     return [
+        *([] if critical is None else [critical]),
         LogLength(trained, floor=trained),
         SqrtLogLength(trained, floor=trained),
         InverseSqrt(0.85),
@@ -178,14 +102,16 @@ def _scales(trained: int) -> list[Policy]:
     ]
 
 
-def _search(reads: Reader, question: Question, cells: Cells, say: Callable[[str], None]) -> list[Setting]:
+def _search(
+    reads: Reader, question: Question, cells: Cells, scales: list[Policy], say: Callable[[str], None]
+) -> list[Setting]:
     """All positions as they are, then the best of them with every scale."""
     first = [OWN, *(Setting(p) for p in (_positions(question) if reads.turns else []))]
-    total = len(first) + len(_scales(question.trained)) * (_BEST if reads.turns else 1)
+    total = len(first) + len(scales) * (_BEST if reads.turns else 1)
     for k, setting in enumerate(first):
         _run(reads, question, cells, setting, f"{k + 1}/{total}", say)
     chosen = sorted(first, key=lambda s: _mean(cells, question, s, chosen=True))[:_BEST]
-    second = [Setting(s.positions, scale) for s in chosen for scale in _scales(question.trained)]
+    second = [Setting(s.positions, scale) for s in chosen for scale in scales]
     for k, setting in enumerate(second):
         _run(reads, question, cells, setting, f"{len(first) + k + 1}/{total}", say)
     return [*first, *second]
@@ -286,31 +212,3 @@ def _says(question: Question, best: Setting, gain: Interval, over_short: Interva
 def _nats(gain: Interval) -> str:
     size = f"{abs(gain.mean):.3f} +- {gain.half:.3f} nats"
     return f"{size} {'better' if gain.mean >= 0 else 'worse'}"
-
-
-# ---- the heads -------------------------------------------------------------------------------------------------------
-
-
-def _heads(reads: Reader, question: Question) -> list[dict[str, Any]]:
-    """Entropy and spread of the scores of every head at every length, unmodified."""
-    reads.apply(OWN)
-    rows = []
-    for length in question.lengths:
-        with Watch(reads.model) as seen, torch.no_grad():
-            for k in range(min(_LOOKED, len(question.starts))):
-                reads.nll(*question.asked(range(k, k + 1), length))
-        groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        for row in seen.frame(pandas=False):
-            groups.setdefault((row["layer"], row["head"]), []).append(row)
-        for (layer, head), each in sorted(groups.items()):
-            rows.append(
-                {
-                    "layer": layer,
-                    "head": head,
-                    "length": length,
-                    "entropy": sum(r["entropy"] for r in each) / len(each),
-                    "width": sum(r["effective_width"] for r in each) / len(each),
-                    "spread": math.sqrt(max(0.0, sum(r["score_variance"] for r in each) / len(each))),
-                }
-            )
-    return rows

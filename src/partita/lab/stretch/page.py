@@ -12,6 +12,11 @@ from partita.lab.report.html import asset, static_page
 
 __all__ = ["figures", "render"]
 
+_FIELDS = (
+    ("entropy", "entropy (nats)"),
+    ("spread", "standard deviation of scores"),
+    ("critical", "critical scale / present scale"),
+)
 _SHOWN = 4  # settings in colour beside the model's own reading
 _STYLE = """
 .answer { font-size: 18px; line-height: 27px; max-width: 78ch; }
@@ -94,7 +99,7 @@ def _heads(rows: list[dict[str, Any]]) -> Figure | None:
     lengths = sorted({row["length"] for row in rows})
     named = sorted({(row["layer"], row["head"]) for row in rows})
     panels = []
-    for field, label in (("entropy", "entropy (nats)"), ("spread", "standard deviation of scores")):
+    for field, label in _FIELDS:
         table = {(r["layer"], r["head"], r["length"]): _number(r[field], math.nan) for r in rows}
         each = {head: [table.get((*head, n), math.nan) for n in lengths] for head in named}
         x = [float(n) for n in lengths]
@@ -106,6 +111,8 @@ def _heads(rows: list[dict[str, Any]]) -> Figure | None:
             lines.append(Line(f"layer {layer}", x, mean))
         if field == "entropy":
             lines.append(Line("log n", x, [math.log(n) for n in lengths], kind="theory"))
+        if field == "critical":
+            lines.append(Line("critical", x, [1.0 for _ in x], kind="theory"))
         panels.append(Panel(f"mean over rows, {len(named)} heads in grey", "tokens read", label, lines, log_x=True))
     return Figure("Does attention widen?", panels, "unmodified, as the text grows")
 

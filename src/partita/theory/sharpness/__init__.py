@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from partita.theory.sharpness import condensed, control, cumulant, gaussian, growth, needle, policies, temperature
+from partita.theory.sharpness import condensed, control, critical, cumulant, gaussian, growth, needle, policies, temperature
 from partita.theory.sharpness.condensed import *
 from partita.theory.sharpness.control import *
+from partita.theory.sharpness.critical import *
 from partita.theory.sharpness.cumulant import *
 from partita.theory.sharpness.gaussian import *
 from partita.theory.sharpness.growth import *
@@ -15,6 +16,7 @@ from partita.theory.sharpness.temperature import *
 __all__ = [
     *condensed.__all__,
     *control.__all__,
+    *critical.__all__,
     *cumulant.__all__,
     *gaussian.__all__,
     *growth.__all__,
