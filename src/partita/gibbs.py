@@ -114,7 +114,8 @@ class Gibbs:
                 self.support, self.bias = as_mask(self.bias, self.support), None
             entropy = policy.target(self._visible())
             given: Any = {"support": self.support, "bias": self.bias, "grouped": self.grouped, "score": self.score}
-            return solve_scale(self.query, self.key, entropy=entropy, **given)
+            solved: Tensor = solve_scale(self.query, self.key, entropy=entropy, **given)
+            return solved
         return policy(self._visible(), self.query.shape[-1], self.query)
 
     def _visible(self) -> Tensor:
