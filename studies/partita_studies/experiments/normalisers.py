@@ -5,7 +5,8 @@ that key is 1 and that of all others 0, so that the output is the weight it gets
 to 1: its output is divided by their sum here, which compares selection alone).
 
 Expected: a softmax at the scale 1.5 log n / margin keeps the key at any length, L1 gives it a share of order 1/n,
-because no scale sharpens it, and linear attention one that falls with n as well. One key with a strongly negative score takes
+because no scale sharpens it, and linear attention one that falls with n as well. One key with a strongly negative score
+takes
 weight from L1, which does not see signs, and none from a softmax or a sigmoid. Noise on the keys moves a softmax more
 than L1: what can select can be misled. Which of softmax and sigmoid moves less is left open.
 """
