@@ -69,7 +69,8 @@ def _best(rows: list[Row], column: str) -> Row:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    inside, costs, entropies = [], [], {}
+    inside, costs = [], []
+    entropies: dict[tuple[int, float], list[float]] = {}
     cases = sorted({(row["n"], row["noise"]) for row in rows})
     for n, noise in cases:
         here = only(rows, n=n, noise=noise)
