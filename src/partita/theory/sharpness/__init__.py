@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from partita.theory.sharpness import condensed, control, critical, cumulant, gaussian, growth, needle, policies, temperature
+from partita.theory.sharpness import (
+    condensed,
+    control,
+    critical,
+    cumulant,
+    gaussian,
+    growth,
+    needle,
+    policies,
+    temperature,
+)
 from partita.theory.sharpness.condensed import *
 from partita.theory.sharpness.control import *
 from partita.theory.sharpness.critical import *
