@@ -19,7 +19,7 @@ FACTORIES = {
 }  # fmt: skip
 WHOLE = {"arange", "randint", "randperm"}  # whole numbers, whatever the default
 # Modules make their parameters where the default says, as torch does; lab and monitor are programs of their own.
-MAY_FOLLOW_THE_DEFAULT = ("nn", "lab", "monitor", "distributed", "adapters", "theory/errata")
+MAY_FOLLOW_THE_DEFAULT = ("nn", "lab", "monitor", "distributed", "adapters")
 
 
 @pytest.mark.parametrize("name", surface.CALLS)

@@ -114,6 +114,15 @@ class Patch:
                 if getattr(self.owner, self.name) is now.call:
                     setattr(self.owner, self.name, now.found)
 
+    @contextmanager
+    def around(self, function: Callable[..., Any]) -> Iterator[None]:
+        """For a moment this thread's calls go through the function."""
+        wrapper = self.add(function)
+        try:
+            yield
+        finally:
+            self.remove(wrapper)
+
     def each(self, look: Callable[[Callable[..., Any]], None]) -> None:
         """Show what stands in the patched place, where something does."""
         with self._lock:

@@ -342,3 +342,23 @@ def test_a_call_over_a_group_is_left_alone(tmp_path):
         assert len(watched.frame()) == 0
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["own", "number", "policy", "scores"])
+def test_the_present_scale_is_that_of_the_call(kind: str) -> None:
+    class Attention(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            if kind == "scores":
+                return torch.softmax(0.3 * q @ q.mT, -1) @ q
+            if kind == "policy":
+                out = partita.attention(q, q, q, is_causal=True, scale=partita.scale.LogLength(reference=4, floor=2))
+                assert isinstance(out, Tensor)
+                return out
+            return F.scaled_dot_product_attention(q, q, q, scale=0.3 if kind == "number" else None)
+
+    with partita.watch(model := Attention()) as w:
+        model(torch.randn(1, 2, 8, 16))
+    shown = w.record.curves[0]["scale"]
+    rows = torch.arange(1, 9).clamp(min=2).double().log() / math.log(4) / 4  # log(visible) / log(reference) / sqrt(dim)
+    right = {"own": 0.25, "number": 0.3, "policy": float(rows.mean()), "scores": None}[kind]
+    assert shown is None if right is None else shown == pytest.approx(right, rel=1e-5)

@@ -166,12 +166,8 @@ class _Mode(TorchFunctionMode):
         def softmax(inner: Callable[..., Any], *a: Any, **k: Any) -> Any:
             return self._softmax(inner, a, k)
 
-        wrappers = [(patch, patch.add(wrap)) for patch, wrap in ((SDPA, sdpa), (SOFTMAX, softmax))]
-        try:
+        with SDPA.around(sdpa), SOFTMAX.around(softmax):
             return func(*args, **kwargs)
-        finally:
-            for patch, wrapper in wrappers:
-                patch.remove(wrapper)
 
     def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scores = args[0] if args else kwargs.get("input")

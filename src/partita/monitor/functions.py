@@ -147,12 +147,10 @@ class FunctionMode(TorchFunctionMode):
             return out
 
         before, self._inside = self._inside, (heads, cross)
-        wrappers = [(patch, patch.add(wrap)) for patch, wrap in ((SDPA, sdpa), (SOFTMAX, softmax))]
         try:
-            return func(*args, **kwargs)
+            with SDPA.around(sdpa), SOFTMAX.around(softmax):
+                return func(*args, **kwargs)
         finally:
-            for patch, wrapper in wrappers:
-                patch.remove(wrapper)
             self._inside = before
 
     def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -232,6 +230,7 @@ class FunctionMode(TorchFunctionMode):
         support: Any = None,
         bias: Any = None,
         softcap: float | None = None,
+        score: Any = None,
         stats: Any = None,
         **_: Any,
     ) -> None:
@@ -241,7 +240,7 @@ class FunctionMode(TorchFunctionMode):
         def scores() -> Scores:
             return partita_scores(
                 query, key, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                support=support, bias=bias, softcap=softcap,
+                support=support, bias=bias, softcap=softcap, score=score,
             )  # fmt: skip
 
         cross = None if self._inside is None else self._inside[1]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from partita import Gibbs, support
 from partita.attn.problem import Problem
+from partita.score import InnerProduct
 from partita.support import Support
 
 WHOLE = 1 << 26  # cells of a support or of a position bias that may be written out for a close look
@@ -204,6 +205,10 @@ def partita_scores(query: Tensor, key: Tensor, **options: Any) -> Scores:
     causal = bool(options.get("is_causal", False))
     problem = Problem.of(query.detach(), key.detach(), **options)
     scale = problem.resolved().scale
+    if isinstance(problem.score, InnerProduct):
+        query, key = problem.score.features(query.detach(), key.detach())
+    elif problem.score is not None:
+        raise ValueError("a score that is a function of its own takes no close look")
     n_query, n_key, lead = query.shape[-2], key.shape[-2], query.shape[:-2]
     mask, seen = problem.bias, options.get("support")
     if problem.rule is not None:
