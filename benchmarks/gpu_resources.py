@@ -240,7 +240,7 @@ def fits(record: dict[str, Any]) -> bool:
     width = 1 << (record["dim"] - 1).bit_length()
     crowded = record["asks"] not in ("", "causal", "window", "careful")
     found = tile(kind, width, getattr(torch, record["dtype"]), record["level"], record["device"], crowded)
-    found = careful(found, record["device"]) if record["asks"] == "careful" else found
+    found = careful(record["kernel"], found, record["device"]) if record["asks"] == "careful" else found
     return tuple(found) == tuple(record[name] for name in ("rows", "keys", "warps", "stages"))
 
 

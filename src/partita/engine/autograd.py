@@ -295,7 +295,7 @@ def _pulled_back(ctx: Any, needed: Sequence[bool], grads: tuple[Tensor | None, .
     """Gradients of query, key, value, scale and bias from those of a pass's results."""
     plan = ctx.plan
     *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
-    rows = raw_upstream(plan.level, plan.mean, (mass, first, spread, mean), grads)
+    rows = raw_upstream(1 + plan.variance if plan.statistics else 0, plan.mean, (mass, first, spread, mean), grads)
     if rows is None:
         return [None] * len(OPERANDS)
     *of_rows, moment, g_target = rows

@@ -136,7 +136,7 @@ def _twice(
     """The usual pass, and `again` carefully where it left a flag; programs own rows, or keys, of each entry."""
     by_keys = kernel.endswith(".keys")
     for small in (False, True) if again else (False,):
-        run = careful(shape, target_of(device)) if small else shape
+        run = careful(kernel.split(".")[1], shape, target_of(device)) if small else shape
         own, flagged = (run.keys, shape.keys) if by_keys else (run.rows, shape.rows)
         constant = {"BLOCK_M": run.rows, "BLOCK_N": run.keys, "CAREFUL": small, "FLAGGED": flagged}
         Launch(kernel, -(-owned // own) * entries, arguments, switches | constant, run).run(device)
@@ -151,8 +151,8 @@ def _boost(g: Upstream) -> Tensor:
 
 
 def _times(g: Upstream, factor: Tensor) -> Upstream:
-    rows = (None if x is None else x * factor for x in (g.moment, g.target))
-    return Upstream(g.mass * factor, g.first * factor, g.second * factor, *rows, g.level)
+    moment, target = (None if x is None else x * factor for x in (g.moment, g.target))
+    return Upstream(g.mass * factor, g.first * factor, g.second * factor, moment, target, g.level)
 
 
 def _row_bounds(term: Term, n_query: int, n_key: int, batch: tuple[int, ...], shape: Tile) -> Tensor:

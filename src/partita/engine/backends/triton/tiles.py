@@ -54,7 +54,7 @@ _TABLE = {
     ("forward", 16, "sm_90"): (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
     ("forward", 16, "sm_100"): (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
     ("forward", 16, "gfx942"): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
-    ("forward", 32, "sm_80"): (Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
+    ("forward", 32, "sm_80"): (Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 1)),
     ("forward", 32, "gfx942"): (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_rows", 16, "sm_80"): (Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(32, 32, 4, 1)),
     ("backward_rows", 16, "sm_90"): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 32, 4, 1)),
@@ -62,12 +62,12 @@ _TABLE = {
     ("backward_keys", 16, "sm_80"): (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "sm_90"): (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "gfx942"): (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ("backward_rows", 32, "sm_80"): (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ("backward_rows", 32, "sm_80"): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("backward_rows", 32, "gfx942"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ("backward_keys", 32, "sm_80"): (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ("backward_keys", 32, "sm_80"): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("backward_keys", 32, "gfx942"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_pairs", 16, "sm_80"): (Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(32, 32, 4, 1)),
-    ("backward_pairs", 32, "sm_80"): (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ("backward_pairs", 32, "sm_80"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
     ("decode", 16, "sm_80"): (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
     ("decode", 32, "sm_80"): (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 32, 4, 1)),
 }
@@ -116,11 +116,12 @@ def tabled(key: Key) -> Tile:
     return _TABLE[key.kind, bits, target][place]
 
 
-def careful(found: Tile, target: str) -> Tile:
-    """For the pass that runs only where something is not finite, and holds twice as much: small, and never larger."""
+def careful(kind: str, found: Tile, target: str) -> Tile:
+    """For the pass that runs only where something is not finite, and holds more: small, and never larger than usual."""
     if target == INTERPRETER:
         return found
-    return Tile(min(found.rows, 32), min(found.keys, 32), 4 if target.startswith("gfx") or found.rows < 32 else 8, 1)
+    keys = min(found.keys, 16 if kind == "forward" else 32)
+    return Tile(min(found.rows, 32), keys, 4 if target.startswith("gfx") or found.rows < 32 else 8, 2)
 
 
 def _family(target: str) -> str:
