@@ -190,6 +190,7 @@ class Gibbs:
         *,
         rank: bool = False,
         statistics: bool = True,
+        variance: bool = True,
         mean: bool = False,
         extremes: bool = False,
     ) -> Sums:
@@ -197,11 +198,12 @@ class Gibbs:
 
         rank: how many keys score above the target.
         statistics: the moments of the score; without them the state knows log Z alone.
+        variance: the second of them; without it the variance is nan, and a GPU saves a third of the arithmetic.
         mean: E[value] in place of the moment it comes from.
         extremes: the smallest score, and the keys of the largest and of the smallest.
         """
         ready = self.request()
-        asked = {"rank": rank, "statistics": statistics, "mean": mean, "extremes": extremes}
+        asked = {"rank": rank, "statistics": statistics, "variance": variance, "mean": mean, "extremes": extremes}
         request = extend(ready, value=value, target=target, **asked)
         if request is None:  # the value or the target brings batch dimensions of its own
             rows = [t.shape[:-tail] for t, tail in ((value, 2), (target, 1)) if t is not None]
@@ -213,7 +215,7 @@ class Gibbs:
             self._forget_after_backward(sums)
             if extremes and request.batch == ready.batch:
                 self._passes["extremes"] = (self._stamp(), sums)
-            if statistics and request.batch == ready.batch:
+            if request.level == 2 and request.batch == ready.batch:
                 self._passes["rows"] = (self._stamp(), sums)
                 if target is not None:
                     self._passes["target"] = (self._stamp(target), sums)

@@ -41,6 +41,7 @@ class Request:
     groups: int = 1  # queries per key head; the last batch dimension was split by it
     rank: bool = False
     statistics: bool = True  # first and second moments of the score
+    variance: bool = True  # the second among them; whoever reads the entropy alone leaves it out
     mean: bool = False  # E[value] is wanted, not the moment it comes from
     extremes: bool = False  # the smallest score, and where it and the largest stand
     as_query: bool = False  # and may lie in memory as the query does, as torch's own attention gives it
@@ -54,6 +55,11 @@ class Request:
     @property
     def n_key(self) -> int:
         return self.key.shape[-2]
+
+    @property
+    def level(self) -> int:
+        """How many moments of the score are asked for: 0, 1 (entropy, mean) or 2 (the variance too)."""
+        return 1 + self.variance if self.statistics else 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -143,6 +149,7 @@ def extend(
     target: Tensor | None = None,
     rank: bool = False,
     statistics: bool = True,
+    variance: bool = True,
     mean: bool = False,
     extremes: bool = False,
 ) -> Request | None:
@@ -166,8 +173,8 @@ def extend(
     named += [("value", value.shape[:-2])] if value is not None else []
     named += [("target", target.shape[:-1])] if target is not None else []
     _checks.broadcast_batch(named)
-    request = replace(request, value=value, target=target, rank=rank, statistics=statistics, extremes=extremes)
-    return replace(request, mean=mean, as_query=mean)
+    request = replace(request, value=value, target=target, rank=rank, statistics=statistics, variance=variance)
+    return replace(request, mean=mean, as_query=mean, extremes=extremes)
 
 
 def _check_value(value: Tensor, request: Request) -> None:

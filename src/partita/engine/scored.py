@@ -85,7 +85,7 @@ class ScoredPass(torch.autograd.Function):
 
             return (None, None, *recomputed(chosen, operands, (), tuple(g for _, g in kept)))
         request = with_operands(ctx.request, operands)
-        rows = autograd.raw_upstream(request.statistics, request.mean, (mass, first, spread, mean), grads)
+        rows = autograd.raw_upstream(request.level, request.mean, (mass, first, spread, mean), grads)
         if rows is None:
             return (None, None, *(None for _ in operands))
         g_mass, g_first, g_second, moment, target = rows

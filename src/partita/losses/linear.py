@@ -82,7 +82,8 @@ def linear_cross_entropy(
         if reduction != "none" and not return_stats and not options.regularised:
             total = terms.weigh(terms.share).sum() if reduction == "mean" else None
             return weighted_nll(gibbs, head.index, terms, total).to(dtype)
-        sums = gibbs.reduce(None, head.index, rank=return_stats, statistics=statistics, extremes=return_stats)
+        asked = {"statistics": statistics, "variance": return_stats, "extremes": return_stats}
+        sums = gibbs.reduce(None, head.index, rank=return_stats, **asked)
     else:
         rules = (reduction, given, return_stats, shift)
         own = Slice.agree(processes, head, linear_weight, linear_bias, options, softcap, rules)

@@ -165,6 +165,7 @@ def sums(clean: Clean, x: Operands, s: Tensor, mask: Tensor | None, cols: slice)
     first = spread = torch.zeros_like(mass)
     if clean.request.statistics:
         first = torch.linalg.vecdot(weight, c)
+    if clean.request.level > 1:
         mean = divided(first, mass)
         c.sub_(mean[..., None]).square_()
         spread = torch.linalg.vecdot(weight, c)
