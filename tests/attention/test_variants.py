@@ -266,3 +266,31 @@ def test_mean_entropy_leaves_out_rows_without_keys():
     keep = torch.tensor([True, False, True])[:, None].expand(3, 5)
     stats = partita.Gibbs(q, k, support=support.mask(keep)).stats()
     torch.testing.assert_close(mean_entropy(stats), stats.entropy[[0, 2]].mean())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_pairs_in_tiles_give_what_one_tile_gives(causal, monkeypatch):
+    """Forward, statistics and gradients; tiles above the diagonal are not made at all."""
+    from partita.attn import rows
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, n, d, dtype=torch.float64, requires_grad=True) for n, d in ((50, 4), (61, 4), (61, 3))]
+    bias = torch.randn(50, 61, dtype=torch.float64)
+    made = []
+
+    def hook(i, j):
+        made.append((int(i[0]), int(j[0])))
+        return ScaleInvariant()(i, j)
+
+    def run():
+        out, stats = pair_attention(*tensors, hook, is_causal=causal, bias=bias, return_stats=True)
+        return out, stats.entropy, *torch.autograd.grad((out.sin().sum() + stats.entropy.sum()), tensors)
+
+    whole = run()
+    monkeypatch.setattr(rows, "_CELLS", 2 * 16 * 16)
+    monkeypatch.setattr(rows, "_FEWEST", 16)
+    made.clear()
+    for a, b in zip(run(), whole, strict=True):
+        torch.testing.assert_close(a, b)
+    tiles = {(i, j) for i in range(0, 50, 16) for j in range(0, 61, 16)}
+    assert set(made) == {(i, j) for i, j in tiles if j <= i or not causal}

@@ -152,29 +152,35 @@ class Problem:
         """One value per query head."""
         return value.repeat_interleave(self.query.shape[-3] // value.shape[-3], -3) if self.grouped else value
 
-    def content(self, rows: slice) -> Tensor:  # (..., rows, n_key)
-        """softcap(scale * <query, key>) of a block of rows of a resolved problem, in float32 or better."""
+    def content(self, rows: slice, cols: slice = slice(None)) -> Tensor:  # (..., rows, cols)
+        """softcap(scale * <query, key>) of a tile of a resolved problem, in float32 or better."""
         assert not isinstance(self.scale, Policy)
         dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
         scale = self.scale
         if isinstance(scale, Tensor):
             scale = (scale[..., rows] if scale.dim() and scale.shape[-1] != 1 else scale)[..., None].to(dtype)
-        query, key = self.query[..., rows, :].to(dtype), self.spread(self.key).to(dtype)
+        query, key = self.query[..., rows, :].to(dtype), self.spread(self.key[..., cols, :]).to(dtype)
         scores = (query * scale) @ key.mT if self.score is None else self.score(query, key) * scale
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
-    def plus_bias(self, scores: Tensor, rows: slice) -> Tensor:
+    def plus_bias(self, scores: Tensor, rows: slice, cols: slice = slice(None)) -> Tensor:
         bias = self._bias(rows)
+        bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., cols]
         return scores if bias is None else scores + bias.to(scores.dtype)
 
-    def hidden(self, scores: Tensor, rows: slice) -> Tensor:
+    def hidden(self, scores: Tensor, rows: slice, cols: slice | None = None) -> Tensor:
         """-inf where a key is not visible."""
+        seen = self.seen(rows, slice(0, self.n_key) if cols is None else cols, scores.shape[:-2])
+        return scores if seen is None else torch.where(seen, scores, -torch.inf)
+
+    def seen(self, rows: slice, cols: slice, batch: Sequence[int]) -> Tensor | None:  # (..., rows, cols)
+        """Which keys of a tile are visible; None where all are."""
         if self.support is None:
-            return scores
-        seen = self._of_rows(self.support, rows).dense(
-            rows.stop - rows.start, self.n_key, scores.shape[:-2], scores.device
-        )
-        return torch.where(seen, scores, -torch.inf)
+            return None
+        support = self._of_rows(self.support, rows)
+        if (cols.start, cols.stop) != (0, self.n_key):
+            support = KeysOf(support, cols.start, self.n_key)
+        return support.dense(rows.stop - rows.start, cols.stop - cols.start, batch, self.query.device)
 
     def _of_rows(self, support: Support, rows: slice) -> Support:
         whole = (rows.start, rows.stop) == (0, self.n_query)

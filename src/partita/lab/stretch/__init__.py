@@ -168,6 +168,7 @@ def _judged(reads: Reader, question: Question, cells: Cells, tried: list[Setting
         "targets": question.targets,
         "windows": len(question.starts),
         "settings": rows,
+        "best": best.name,  # by the windows that choose, whether or not those that judge agree
         "recommended": best.name if helps else None,
         "code": reads.code(best) if helps else None,
         "gain": _as_dict(gain),

@@ -17,7 +17,7 @@ _FIELDS = (
     ("spread", "standard deviation of scores"),
     ("critical", "critical scale / present scale"),
 )
-_SHOWN = 4  # settings in colour beside the model's own reading
+_SHOWN = 3  # settings in colour beside the model's own reading
 _STYLE = """
 .answer { font-size: 18px; line-height: 27px; max-width: 78ch; }
 pre { background: var(--wash); border-radius: 6px; padding: 10px 14px; overflow-x: auto; font: 14px/21px var(--mono); }
@@ -66,27 +66,33 @@ def _method(found: dict[str, Any]) -> str:
 
 
 def figures(found: dict[str, Any]) -> tuple[Figure, Figure | None]:
-    """Loss against length, and entropy and spread of the heads."""
-    last = found["settings"][0]["at"][-1]
-    order = sorted(found["settings"][1:], key=lambda s: _number(s["at"][-1]["loss"]["mean"]))
-    coloured = [found["settings"][0], *order[:_SHOWN]]
-    lines = [_line(s, "data") for s in coloured] + [_line(s, "context") for s in order[_SHOWN:]]
-    short = found["settings"][0]["at"][0]["loss"]["mean"]
-    ends = [float(n) for n in (found["lengths"][0], found["lengths"][-1])]
+    """Loss against length and gain on the unmodified model; entropy, spread and critical scale of the heads."""
+    own, *others = found["settings"]
+    order = sorted(others, key=lambda s: (s["name"] != found["best"], _number(s["at"][-1]["loss"]["mean"])))
+    coloured = order[:_SHOWN]
+    lines = [_line(s, "loss", "") for s in order[_SHOWN:]]
+    lines += [_line(s, "loss", s["name"]) for s in (own, *coloured)]
+    short, ends = own["at"][0]["loss"]["mean"], [float(n) for n in (found["lengths"][0], found["lengths"][-1])]
     lines.append(Line(f"last {found['trained']} tokens alone", ends, [short, short], kind="theory"))
-    panel = Panel("mean over the judging windows", "tokens read", "nats per token", lines, log_x=True)
-    note = f"{found['targets']} tokens, {found['windows'] // 2} windows; trained at {found['trained']}"
-    assert last is not None
-    return Figure("Which reading carries further?", [panel], note), _heads(found["heads"])
+    gains = [_line(s, "gain", s["name"], band=True) for s in coloured]
+    gains.append(Line("unmodified", ends, [0.0, 0.0], kind="theory"))
+    panels = [
+        Panel("Mean over the judging windows", "tokens read", "nats per token", lines, log_x=True),
+        Panel("Gained on the unmodified model", "tokens read", "nats, window by window", gains, log_x=True),
+    ]
+    note = (
+        f"{found['targets']} tokens, {found['windows'] // 2} windows judge; trained at {found['trained']}; 95 % bands"
+    )
+    return Figure("Which reading carries further?", panels, note), _heads(found["heads"])
 
 
-def _line(setting: dict[str, Any], kind: Any) -> Line:
-    """Lengths at which the loss is a number."""
-    at = [row for row in setting["at"] if row["loss"]["mean"] is not None]
-    mean = [row["loss"]["mean"] for row in at]
-    half = [_number(row["loss"]["half"], 0.0) for row in at]
-    low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
-    return Line(setting["name"], [float(row["length"]) for row in at], mean, low, high, kind)
+def _line(setting: dict[str, Any], field: str, label: str, *, band: bool = False) -> Line:
+    """Lengths at which the number is one; a setting without a label is context."""
+    at = [row for row in setting["at"] if row[field]["mean"] is not None]
+    mean = [row[field]["mean"] for row in at]
+    half = [_number(row[field]["half"], 0.0) for row in at]
+    low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] if band else None for sign in (-1, 1))
+    return Line(label, [float(row["length"]) for row in at], mean, low, high, "data" if label else "context")
 
 
 def _number(x: float | None, other: float = math.inf) -> float:
