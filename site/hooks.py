@@ -40,7 +40,17 @@ ROOTED = {
 SECTIONS = {
     "Tutorial": ["tutorial/", "notebooks.md", "notebook/"],
     "How do I": ["howto/"],
-    "Guides": ["watch.md", "nn.md", "hf.md", "adapters.md", "choosing-a-loss.md", "distributed.md", "findings.md", "*"],
+    "Guides": [
+        "watch.md",
+        "nn.md",
+        "positions.md",
+        "hf.md",
+        "adapters.md",
+        "choosing-a-loss.md",
+        "distributed.md",
+        "findings.md",
+        "*",
+    ],
     "Reference": ["conventions.md", "reference/", "statements.md"],
     "Why": ["explain/"],
     "Studies": ["studies.md", "study/", "errata.md", "log.md"],

@@ -159,6 +159,8 @@ POLICIES: dict[str, Callable[[Given], scale.Policy]] = {
     "KappaLog": lambda g: scale.KappaLog(2.0),
     "LogLength": lambda g: scale.LogLength(16),
     "SqrtLogLength": lambda g: scale.SqrtLogLength(16),
+    "Llama4Temperature": lambda g: scale.Llama4Temperature(3),
+    "YarnTemperature": lambda g: scale.YarnTemperature(4.0),
     "Mixed": lambda g: scale.Mixed(),
     "MaxLength": lambda g: scale.MaxLength(100),
     "CalibratedLog": lambda g: scale.CalibratedLog(64, 2.0),
@@ -236,6 +238,15 @@ call("linear_attention, causal", lambda g: attn.linear_attention(*g.qkv(self_att
 call("entropy_penalty", lambda g: attn.entropy_penalty(g.gibbs().stats(), [0.1, -0.2, 0.3, 0.0]))
 call("mean_entropy", lambda g: attn.mean_entropy(g.gibbs().stats()))
 call("rotary", lambda g: attn.rotary(g.qkv()[0]))
+TURNS = {
+    "Rotary": attn.Rotary(), "NTK": attn.NTK(4.0), "Interpolated": attn.Interpolated(4.0), "YaRN": attn.YaRN(4.0, 8),
+    "PartialRotary": attn.PartialRotary(0.5), "NoPositions": attn.NoPositions(), "Clipped": attn.Clipped(2),
+}  # fmt: skip
+for name, turns in TURNS.items():
+    call(
+        f"rotary_attention, {name}",
+        lambda g, turns=turns: attn.rotary_attention(*g.qkv(), turns, is_causal=True, return_stats=True),
+    )
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
 

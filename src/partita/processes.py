@@ -153,8 +153,9 @@ class Processes:
         """The sums of rows that every rank holds, where each holds a slice of the keys; states are merged.
 
         target: a key of this rank's slice; where `here` is False the row's target is elsewhere.
+        rank: with the ranks come both ends of every row, named by their keys in the whole.
         """
-        return gibbs.reduce(target=target, rank=rank, statistics=statistics)
+        return gibbs.reduce(target=target, rank=rank, statistics=statistics, extremes=rank)
 
     def both_ways(
         self, query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None, target: Tensor

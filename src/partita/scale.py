@@ -29,6 +29,7 @@ __all__ = [
     "GaussianEntropy",
     "InverseSqrt",
     "KappaLog",
+    "Llama4Temperature",
     "LogLength",
     "MaxLength",
     "Mixed",
@@ -36,6 +37,7 @@ __all__ = [
     "ScalableSoftmax",
     "SqrtLogLength",
     "TargetEntropy",
+    "YarnTemperature",
     "from_temperature",
     "measure_sigma",
 ]
@@ -79,10 +81,18 @@ def _count(visible: Tensor | int, query: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class InverseSqrt(Policy):
-    """scale = 1 / sqrt(dim): attention's habit; knows nothing of length (M-SCL-1)."""
+    """scale = factor / sqrt(dim): attention's habit for factor = 1; knows nothing of length (M-SCL-1)."""
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor, zero=True)
+
+    def __repr__(self) -> str:
+        return f"InverseSqrt({'' if self.factor == 1.0 else self.factor})"
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
-        return torch.full_like(n, dim**-0.5)
+        return torch.full_like(n, self.factor * dim**-0.5)
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,8 @@ class KappaLog(Policy):
 class LogLength(Policy):
     """scale = log(max(n, floor)) / log(reference) / sqrt(dim): 1/sqrt(dim) at the reference length (M-SCL-7).
 
-    The floor keeps rows with one or two keys from being flattened.
+    The floor keeps rows with one or two keys from being flattened; floor = reference is Qwen's log n attention, which
+    only ever sharpens: max(1, log n / log reference) / sqrt(dim).
 
     >>> LogLength(reference=512)(512, 64)  # 1 / sqrt(64)
     tensor(0.1250, dtype=torch.float64)
@@ -141,6 +152,46 @@ class SqrtLogLength(Policy):
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return (n.clamp(min=self.floor).log() / math.log(self.reference)).sqrt() / math.sqrt(dim)
+
+
+@dataclass(frozen=True)
+class Llama4Temperature(Policy):
+    """scale = (1 + attn_scale * log(1 + floor(n / floor_scale))) / sqrt(dim): the temperature of Llama 4's layers.
+
+    Arguments as in that model's config; n is position + 1 where all of the past is visible.
+
+    >>> Llama4Temperature(floor_scale=8192)(8191, 64)  # 1 / sqrt(64) below the first step
+    tensor(0.1250, dtype=torch.float64)
+    """
+
+    floor_scale: float = 8192
+    attn_scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_positive("floor_scale", self.floor_scale)
+        check_positive("attn_scale", self.attn_scale, zero=True)
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return (1 + self.attn_scale * torch.log1p(torch.floor(n / self.floor_scale))) / math.sqrt(dim)
+
+
+@dataclass(frozen=True)
+class YarnTemperature(Policy):
+    """scale = (0.1 log(factor) + 1)^2 / sqrt(dim): YaRN's temperature alone, whatever the positions do.
+
+    `attn.YaRN` has it already, in its queries and keys, unless told otherwise.
+
+    >>> YarnTemperature(1.0)(100, 64)
+    tensor(0.1250, dtype=torch.float64)
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return torch.full_like(n, (0.1 * math.log(max(self.factor, 1.0)) + 1) ** 2 / math.sqrt(dim))
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,7 @@ SHOWN_BY = {
     "attn.ALiBi": "attention, ALiBi",
     "attn.RelativeBias": "attention, RelativeBias",
     "attn.ScaleInvariant": "pair_attention",
+    **{f"attn.{name}": f"rotary_attention, {name}" for name in surface.TURNS},
 }
 # Names that nobody calls inside a graph, and why.
 NO_CALL = {
@@ -162,7 +163,8 @@ NO_CALL = {
     **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
                      "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK", "attn.LinearState",
                      "attn.WeightStats"), "what calls return"),
-    **dict.fromkeys(("attn.Bias", "contrastive.Exclusion", "scale.Policy", "support.Support"), "abstract"),
+    **dict.fromkeys(("attn.Bias", "attn.Positions", "contrastive.Exclusion", "scale.Policy"), "abstract"),
+    "support.Support": "abstract",
     "attn.PairHook": "a type",
     "score.Score": "a type",
     "score.InnerProduct": "abstract",

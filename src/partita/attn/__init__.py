@@ -7,6 +7,8 @@ from partita.attn.hierarchy import blockwise_attention, hierarchical_attention
 from partita.attn.normalisers import LinearState, WeightStats, l1_attention, linear_attention, sigmoid_attention
 from partita.attn.pairwise import PairHook, ScaleInvariant, pair_attention
 from partita.attn.positions import rotary, sinusoidal
+from partita.attn.reach import NTK, Clipped, Interpolated, NoPositions, PartialRotary, Positions, Rotary, YaRN
+from partita.attn.rotary_attention import rotary_attention
 from partita.attn.sdpa import attention
 from partita.attn.variants import (
     TopK,
@@ -16,13 +18,21 @@ from partita.attn.variants import (
 )
 
 __all__ = [
+    "NTK",
     "ALiBi",
     "Bias",
+    "Clipped",
+    "Interpolated",
+    "NoPositions",
     "LinearState",
     "PairHook",
+    "PartialRotary",
+    "Positions",
     "RelativeBias",
+    "Rotary",
     "ScaleInvariant",
     "TopK",
+    "YaRN",
     "WeightStats",
     "alibi_slopes",
     "attention",
@@ -37,6 +47,7 @@ __all__ = [
     "mean_entropy",
     "pair_attention",
     "rotary",
+    "rotary_attention",
     "sigmoid_attention",
     "sinusoidal",
     "top_k_attention",

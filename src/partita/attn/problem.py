@@ -126,14 +126,18 @@ class Problem:
         support = support if also is None else both(support, also)
         return self._gibbs(self.query[..., rows, :], scale, self._bias(rows), support)
 
-    def keys(self, cols: slice) -> Gibbs:
-        """The distribution of all rows over some of the keys of a resolved problem."""
+    def keys(self, cols: slice, query: Tensor | None = None, key: Tensor | None = None) -> Gibbs:
+        """The distribution of all rows over some of the keys of a resolved problem.
+
+        query, key: what stands in for the queries and for those keys.
+        """
         bias = self._bias(slice(0, self.n_query))
         bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., cols]
         support = self.support
         if support is not None and (cols.start, cols.stop) != (0, self.n_key):
             support = KeysOf(support, cols.start, self.n_key)
-        return replace(self, key=self.key[..., cols, :])._gibbs(self.query, self.scale, bias, support)
+        key = self.key[..., cols, :] if key is None else key
+        return replace(self, key=key)._gibbs(self.query if query is None else query, self.scale, bias, support)
 
     def divided(self, temperature: float, noise: Bias) -> Problem:
         """A resolved problem whose scores are (score + noise) / temperature."""

@@ -1,4 +1,6 @@
-"""partita demo | inspect | study | report | bench | lab | doctor. torch is imported by the command that needs it.
+"""partita demo | inspect | stretch | study | report | bench | lab | doctor.
+
+torch is imported by the command that needs it.
 
 Exit codes: 0 fine, 1 findings at or above the asked level, 2 wrong use (a file that is no record or cannot be written
 is), 3 a damaged record, 130 interrupted.
@@ -61,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"partita: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
-        kept = (
-            "; finished cells are on disk, the same command goes on from them" if given[:2] == ["study", "run"] else ""
-        )
+        resumes = given[:2] == ["study", "run"] or given[:1] == ["stretch"]
+        kept = "; finished cells are on disk, the same command goes on from them" if resumes else ""
         print(f"partita: interrupted{kept}.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `partita ... | head`
@@ -108,6 +109,23 @@ def build() -> argparse.ArgumentParser:
     _add_gate(inspect)
     inspect.add_argument("--save", type=Path, help="write the record as JSON lines")
     inspect.add_argument("--report", type=Path, help="write the HTML report")
+
+    longer = _command(
+        commands, "stretch", run_stretch, "which way of reading carries a trained model beyond its length of training"
+    )
+    longer.add_argument("model", help="a Hugging Face folder or a name available locally, or FILE.py:factory")
+    longer.add_argument("--text", type=Path, required=True, help="text that the model was not trained on")
+    longer.add_argument("--to", type=int, required=True, help="the length to read, in tokens")
+    longer.add_argument("--trained", type=int, help="the length of training (default: what the model says)")
+    longer.add_argument("--targets", type=int, default=2048, help="about how many tokens to score (2048)")
+    longer.add_argument("--mask-id", type=int, help="the token that hides another, for a model that looks ahead")
+    longer.add_argument(
+        "--bytes", action="store_true", help="feed the bytes of the text to a model without a tokenizer"
+    )
+    longer.add_argument(
+        "-o", "--out", type=Path, default=Path("stretch"), help="folder for stretch.html, stretch.json and the cells"
+    )
+    longer.add_argument("--json", action="store_true", help="print the result as one JSON object, and no progress")
 
     commands.add_parser("study", help="run an experiment of the theory part (needs partita-studies)")
 
@@ -255,6 +273,30 @@ def run_inspect(options: argparse.Namespace) -> int:
             if path:
                 print(f"{what}: {path}")
     return verdict(everything, counts, options)
+
+
+def run_stretch(options: argparse.Namespace) -> int:
+    from partita.lab.stretch import stretch
+    from partita.lab.stretch.page import render
+    from partita.monitor.files import replace_file
+
+    if options.targets < 1:
+        raise UsageError("--targets must be at least 1.")
+    found = stretch(
+        options.model, text=options.text, to=options.to, out=options.out, trained=options.trained,
+        targets=options.targets, mask=options.mask_id, as_bytes=options.bytes,
+        say=(lambda _: None) if options.json else (lambda line: print(line, flush=True)),
+    )  # fmt: skip
+    replace_file(options.out / "stretch.json", json.dumps(found, allow_nan=False))
+    page = replace_file(options.out / "stretch.html", render(found))
+    if options.json:
+        print(json.dumps(found, allow_nan=False))
+        return FINE
+    print(found["says"])
+    if found["code"]:
+        print(found["code"])
+    print(f"report: {page}")
+    return FINE
 
 
 def run_study(rest: list[str]) -> int:

@@ -59,6 +59,7 @@ def watch(
     thresholds: Thresholds | dict[str, float] | None = None,
     title: str | None = None,
     kernel: str = "own",
+    received: bool = False,
 ) -> Watch:
     """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
 
@@ -67,7 +68,7 @@ def watch(
     training, or what `set_step` says. A compiled model stays compiled: while it is watched its graphs are others, which
     report (all options work in them), and afterwards its own serve again without being made anew.
 
-    every: look at one step of so many; the others cost nothing that can be measured.
+    every: look at one step of so many; of the others torch's calls are passed on, and nothing is computed.
     rows: look at so many evenly spaced queries per call (None: all); the largest score is then a lower bound.
     layers: numbers (in order of first call) or regular expressions on module names.
     maps: (layer, head) pairs whose attention is kept as a picture of at most 128 x 128.
@@ -75,10 +76,12 @@ def watch(
     kernel: "own" keeps the model's own attention kernel and its bits. "partita" lets plain attention (no mask, no
         dropout) give output and statistics in one pass of partita's: cheaper, and equal within rounding only. In
         compiled graphs too; there partita's own attention gives both in one pass whatever is asked for.
+    received: follow which key positions draw the mass (`record.received`): two passes more at one step of eight in
+        training, and at every input otherwise.
     """
     from partita.monitor.handle import Watch
 
     return Watch(
         model, every=every, rows=rows, layers=layers, maps=maps, sinks=sinks, thresholds=thresholds, title=title,
-        kernel=kernel,
+        kernel=kernel, received=received,
     )  # fmt: skip

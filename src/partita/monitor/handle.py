@@ -48,6 +48,7 @@ class Watch(Reading):
         thresholds: Thresholds | dict[str, float] | None = None,
         title: str | None = None,
         kernel: str = "own",
+        received: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch takes a torch.nn.Module; got {type(model).__name__}.")
@@ -55,7 +56,7 @@ class Watch(Reading):
         self._roll = Roll(inside)
         self.options = options(
             inside, self._roll.names(), every=every, rows=rows, layers=layers, maps=maps, sinks=sinks,
-            thresholds=thresholds, kernel=kernel,
+            thresholds=thresholds, kernel=kernel, received=received,
         )  # fmt: skip
         self.thresholds, self.kernel = self.options.thresholds, kernel
         self.model = inside

@@ -94,14 +94,19 @@ class Observer:
             sums = self.buffer.sums[layer] = Accumulator(call.heads, call.first.device, top.module.training)
         phase = (self.count * GOLDEN) % 1.0 if self.options.rows else 0.5
         measure.measure(call, sums, rows=self.options.rows, phase=phase, stats=stats)
-        self._look_closely(call, sums, layer)
+        self._look_closely(call, sums, layer, phase)
         self._map_bytes += 4 * call.batch * call.heads * call.n_query * call.n_key
 
-    def _look_closely(self, call: Scores, sums: Accumulator, layer: int) -> None:
+    def _look_closely(self, call: Scores, sums: Accumulator, layer: int, phase: float) -> None:
         count = self.count
-        if count % SAMPLED == 0 or layer not in self._samples:
-            measure.look(call, sums)  # strongest keys and twins change slowly: the last sample stands in between
+        # In training strongest keys and twins change slowly: the last sample stands in between. Inputs of a frozen
+        # model have nothing to do with each other, but for the tokens of a text that is being generated.
+        apart = not sums.training and call.n_query > 1
+        if apart or count % SAMPLED == 0 or layer not in self._samples:
+            measure.look(call, sums)
             self._samples[layer] = sums
+            if self.options.received:
+                measure.receive(call, sums, rows=self.options.rows, phase=phase)
             for where in self.options.maps:
                 if where[0] == layer and where[1] < call.heads:
                     row = measure.pooled_map(call, where[1], self.step, layer)

@@ -1,7 +1,8 @@
 """Rows of measurements, in memory or as JSON lines. Imports neither torch nor numpy, so a report needs no torch.
 
 A record is a list of *blocks*: one per (step, layer), holding a row of `COLUMNS` for each head, and a row of
-`BAND_COLUMNS` for each head and each band of visible keys. Losses, temperature curves and maps are plain dicts.
+`BAND_COLUMNS` for each head and each band of visible keys. Losses, temperature curves, maps and
+profiles of what keys received are plain dicts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ COLUMNS: dict[str, str] = {
     "log_partition": "nats, mean over rows of log Z",
     "score_variance": "mean over rows of the variance of the score under p",
     "sink_first": "mean over rows of the mass on key 0",
-    "sink_top": "mean mass on the one key that gets most, over evenly spaced rows",
+    "sink_top": "mean mass on the one key that gets most, over evenly spaced rows; in training of one step in eight",
     "sink_key": "index of that key",
     "top_mass": "mean over rows of the largest probability",
     "visible": "mean number of keys a row may see",
@@ -100,6 +101,7 @@ class Record:
     studies: list[dict[str, Any]] = field(default_factory=list)
     coverage: dict[str, Any] = field(default_factory=dict)
     overhead: dict[str, Any] = field(default_factory=dict)
+    received: list[dict[str, Any]] = field(default_factory=list)  # profiles, as positions.py makes them
 
     def steps(self) -> list[int]:
         return sorted({b.step for b in self.blocks} | {int(r["step"]) for r in self.losses})
@@ -154,7 +156,8 @@ class Record:
             yield {"kind": "site", "layer": layer, "name": site.name, "type": site.kind, "heads": site.heads}
         for block in self.blocks:
             yield block_line(block)
-        for kind, rows in (("loss", self.losses), ("curve", self.curves), ("map", self.maps), ("study", self.studies)):
+        told = {"loss": self.losses, "curve": self.curves, "map": self.maps, "received": self.received}
+        for kind, rows in (told | {"study": self.studies}).items():
             for row in rows:
                 yield {"kind": kind, **clean(row)}
         yield {"kind": "summary", "coverage": clean(self.coverage), "overhead": clean(self.overhead)}

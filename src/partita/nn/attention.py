@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from partita import support as supports
 from partita._checks import has_values
-from partita.attn import Bias, attention, entropy_penalty, rotary
+from partita.attn import Bias, Positions, Rotary, attention, entropy_penalty
 from partita.attn.entropy import check_entropy_weight
+from partita.attn.rotary_attention import rotary_attention, rotary_weights
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
@@ -33,7 +34,8 @@ class MultiheadAttention(nn.Module):
 
     scale: how sharp, a number or a policy of `partita.scale`; a policy counts the keys a row may *see*.
     kv_heads: fewer heads for keys and values than for queries.
-    rotary: turn queries and keys by their position (True, or the base of the frequencies).
+    rotary: turn queries and keys by their position: True, the base of the frequencies, or a setting such as
+        `attn.YaRN(4.0, 512)` or `attn.Clipped(511)`.
     qk_norm: root-mean-square norm of queries and keys, one gain per head dimension.
     sink: a learned score per head that takes part of the mass (starts at 0).
     attention_entropy_weight: while training, `entropy_loss` of the module is -weight * mean(H / log n), which
@@ -64,7 +66,7 @@ class MultiheadAttention(nn.Module):
         *,
         scale: float | Policy | None = None,
         kv_heads: int | None = None,
-        rotary: bool | float = False,
+        rotary: bool | float | Positions = False,
         qk_norm: bool = False,
         sink: bool = False,
         attention_entropy_weight: float | Sequence[float] = 0.0,
@@ -83,7 +85,7 @@ class MultiheadAttention(nn.Module):
         self.vdim = embed_dim if vdim is None else vdim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         self.scale = scale
-        self.rotary = 10000.0 if rotary is True else float(rotary)
+        self.rotary = rotary if isinstance(rotary, Positions) else 10000.0 if rotary is True else float(rotary)
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         small = self.kv_heads * self.head_dim
         if self.kdim == embed_dim and self.vdim == embed_dim:
@@ -144,9 +146,21 @@ class MultiheadAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary:
-            q, k = rotary(q, base=self.rotary), rotary(k, base=self.rotary)
+        if self.positions is not None and self._clipped is None:
+            q, k = self.positions.turn(q), self.positions.turn(k)
         return q, k, v
+
+    @property
+    def positions(self) -> Positions | None:
+        """How queries and keys turn; `rotary` may be changed after training, to read further."""
+        if isinstance(self.rotary, Positions):
+            return self.rotary
+        return Rotary(base=self.rotary) if self.rotary else None
+
+    @property
+    def _clipped(self) -> Positions | None:
+        """A setting that turning queries and keys beforehand cannot serve."""
+        return None if self.positions is None or self.positions.furthest is None else self.positions
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -188,18 +202,21 @@ class MultiheadAttention(nn.Module):
             if isinstance(attn_bias, Bias):
                 attn_bias = attn_bias.dense(n_query, k.shape[2], q)
             bias = added if attn_bias is None else added + attn_bias
-        heads, stats = attention(
-            q,
-            k,
-            v,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
-            enable_gqa=self.kv_heads != self.num_heads,
-            support=support,
-            bias=bias,
-            sink=self.sink,
-            return_stats=True,
-        )
+        options: dict[str, Any] = {
+            "scale": self.scale,
+            "enable_gqa": self.kv_heads != self.num_heads,
+            "support": support,
+            "bias": bias,
+            "sink": self.sink,
+            "return_stats": True,
+        }
+        dropout = self.dropout if self.training else 0.0
+        if self._clipped is None:
+            heads, stats = attention(q, k, v, dropout_p=dropout, **options)
+        elif dropout > 0:
+            raise ValueRangeError("clipped distances take no dropout; set dropout=0 or call eval() first.")
+        else:
+            heads, stats = rotary_attention(q, k, v, self._clipped, **options)
         if self.training and isinstance(self.scale, TemperatureController):
             self.scale.observe(stats)
         if self.training and self.attention_entropy_weight != 0.0:
@@ -266,7 +283,10 @@ class MultiheadAttention(nn.Module):
             bias = bias.dense(q.shape[-2], k.shape[-2], q)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         grouped = self.kv_heads != self.num_heads
-        weights = Gibbs(q, k, scale=scale, bias=bias, support=support, grouped=grouped).probs()
+        if self._clipped is None:
+            weights = Gibbs(q, k, scale=scale, bias=bias, support=support, grouped=grouped).probs()
+        else:
+            weights = rotary_weights(q, k, self._clipped, scale=scale, bias=bias, support=support, enable_gqa=grouped)
         if self.sink is not None:
             share = torch.sigmoid(stats.log_partition - self.sink.to(stats.log_partition)[:, None])
             weights = weights * share[..., None].to(weights.dtype)

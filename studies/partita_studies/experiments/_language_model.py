@@ -15,6 +15,7 @@ import importlib.util
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from partita import metrics, scale
 from partita.losses import LossStats, linear_cross_entropy
 from partita.nn import TransformerEncoderLayer
+from partita.support import Support
 
 __all__ = ["TEXT", "Model", "Plan", "corpus", "measured_sigma", "read_at", "train"]
 
@@ -95,11 +97,11 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(plan.width)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, support: Support | None = None) -> Tensor:
         """Hidden states; the classifier is `embed.weight`."""
         x = self.embed(ids)
         for layer in self.layers:
-            x = layer(x, is_causal=self.causal)
+            x = layer(x, is_causal=self.causal, support=support)
         out: Tensor = self.norm(x)
         return out
 
@@ -113,8 +115,13 @@ class Model(nn.Module):
         return found
 
 
-def train(plan: Plan, policy: float | scale.Policy | None, seed: int) -> tuple[Model, list[float]]:
-    """The model after all its steps, and the loss of each; one seed gives every policy the same start and text."""
+def train(
+    plan: Plan, policy: float | scale.Policy | None, seed: int, lengths: Sequence[int] = ()
+) -> tuple[Model, list[float]]:
+    """The model after all its steps, and the loss of each; one seed gives every policy the same start and text.
+
+    lengths: windows of these lengths, drawn anew at each step, in place of the plan's one.
+    """
     torch.manual_seed(seed)
     source = torch.Generator().manual_seed(seed)
     blocks, _ = corpus(plan.text, plan.words)
@@ -124,7 +131,8 @@ def train(plan: Plan, policy: float | scale.Policy | None, seed: int) -> tuple[M
     for step in range(plan.steps):
         warm = min(1.0, 10 * (step + 1) / plan.steps)
         optimizer.param_groups[0]["lr"] = plan.rate * warm * (1 - step / plan.steps)
-        seen, truth = draw(blocks, plan.length, plan.batch, plan.task, source)
+        n = lengths[int(torch.randint(len(lengths), (), generator=source))] if lengths else plan.length
+        seen, truth = draw(blocks, n, plan.batch, plan.task, source)
         loss = linear_cross_entropy(model(seen), model.embed.weight, truth)
         assert isinstance(loss, Tensor)
         optimizer.zero_grad()

@@ -1,8 +1,8 @@
 """What becomes of the entropy of attention while a small model trains, over-fits, and is held back?
 
 An encoder (words hidden, both sides seen) and a decoder (the next word, the past seen) on a little text, trained for so
-long that they learn it by heart; plain, with dropout, with weight decay, with an entropy penalty of either sign. Written
-down as training goes on: H / log n by layer, and its spread over the heads, on held-out windows.
+long that they learn it by heart; plain, with dropout, with weight decay, with an entropy penalty of either sign.
+Written down as training goes on: H / log n by layer, and its spread over the heads, on held-out windows.
 
 Expected, as the notes have it: entropy falls as a model trains; dropout and weight decay keep it higher; a positive
 weight keeps attention broad and a negative one sharpens it (M-INF-5); the deeper layer is the sharper one; broad
