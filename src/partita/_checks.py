@@ -107,11 +107,11 @@ def check_device(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None
             )
 
 
-def check_pair(query: Tensor, key: Tensor) -> None:
-    """Query and key can be compared."""
+def check_pair(query: Tensor, key: Tensor, *, alike: bool = True) -> None:
+    """Query and key can be compared; `alike`: by an inner product, which takes as many features of both."""
     check_matrix("query", query)
     check_matrix("key", key)
-    if query.shape[-1] != key.shape[-1]:
+    if alike and query.shape[-1] != key.shape[-1]:
         raise ShapeError(
             f"query and key must share their last dim; got query {shape_text(query)} and key {shape_text(key)}. "
             f"Project key to {query.shape[-1]} features, or query to {key.shape[-1]}."

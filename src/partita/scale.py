@@ -272,18 +272,22 @@ class MaxLength(Policy):
 class CalibratedLog(Policy):
     """scale = kappa * log(n) / dim with kappa = dim / (sigma * sqrt(log reference)) (M-SCL-16).
 
-    For Gaussian scores the entropy is then stationary around n = reference, where it is log(reference) / 2.
+    For Gaussian scores the entropy is then stationary around n = reference, where it is log(reference) / 2. Under an
+    additive position bias kappa is smaller by sqrt(growth), growth the speed dH/d log n at which the bias alone widens
+    a row (`partita.theory.sharpness.bias_growth`); 1 without a bias.
     """
 
     reference: float
     sigma: float | Tensor
+    growth: float = 1.0
 
     def __post_init__(self) -> None:
         _check_reference(self.reference)
         _check_sigma(self.sigma)
+        check_positive("growth", self.growth, zero=True)
 
     def kappa(self, dim: int) -> float | Tensor:
-        return dim / (_number(self.sigma) * math.sqrt(math.log(self.reference)))
+        return dim / (_number(self.sigma) * math.sqrt(math.log(self.reference))) * math.sqrt(self.growth)
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return self.kappa(dim) * n.log() / dim

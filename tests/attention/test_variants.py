@@ -1,4 +1,4 @@
-"""Top-k, hard, Gumbel, L1, pair hooks, positions: by their definitions (M-SPA-1..3, M-ATT-9, M-ATT-10)."""
+"""Top-k, hard, Gumbel, pair hooks, positions: by their definitions (M-SPA-1..3, M-ATT-9, M-ATT-10)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from partita.attn import (
     alibi_slopes,
     gumbel_attention,
     hard_attention,
-    l1_attention,
     mean_entropy,
     pair_attention,
     rotary,
@@ -158,18 +157,7 @@ def test_gumbel_takes_a_generator():
         gumbel_attention(q, k, v, 0.0)
 
 
-# ---- without exponentials, and pair by pair --------------------------------------------------------------------------
-
-
-def test_l1_attention_is_blind_to_scale(blocked):
-    q, k, v = make()
-    keep = torch.rand(7, 9) < 0.7
-    size = (q @ k.mT).abs() * keep
-    want = size / size.sum(-1, keepdim=True) @ v
-    torch.testing.assert_close(l1_attention(q, k, v, attn_mask=keep), want)
-    torch.testing.assert_close(l1_attention(q, k, v, attn_mask=keep, scale=37.0), want)
-    assert_same_gradients(l1_attention(q, k, v, attn_mask=keep), want, (q, k, v))
-    assert (l1_attention(q, k, v, attn_mask=torch.zeros(7, 9, dtype=torch.bool)) == 0).all()
+# ---- pair by pair --------------------------------------------------------------------------------------------------
 
 
 def test_a_pair_hook_multiplies_and_offsets_each_score(blocked):

@@ -145,7 +145,7 @@ CHANCE = {"Gibbs.sample", "attention, dropout", "gumbel_attention", "gumbel_atte
 
 # ---- which row shows which public name -------------------------------------------------------------------------------
 
-MODULES = ("attn", "contrastive", "engine", "losses", "metrics", "nn", "scale", "support")
+MODULES = ("attn", "contrastive", "engine", "losses", "metrics", "nn", "scale", "score", "support")
 
 # Shown by the row of another: they are arguments.
 SHOWN_BY = {
@@ -161,10 +161,14 @@ SHOWN_BY = {
 NO_CALL = {
     **dict.fromkeys(("ClassStats", "losses.ClassStats"), "what calls return"),
     **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
-                     "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "what calls return"),
+                     "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK", "attn.LinearState",
+                     "attn.WeightStats"), "what calls return"),
     **dict.fromkeys(("attn.Bias", "attn.Positions", "contrastive.Exclusion", "scale.Policy"), "abstract"),
     "support.Support": "abstract",
     "attn.PairHook": "a type",
+    "score.Score": "a type",
+    "score.InnerProduct": "abstract",
+    "nn.entropy_loss": "outside of the graph: it picks up what a forward has left; the penalty itself has a row",
     "nn.init_sharpness_": "for a model before it is compiled: it sets parameters once",
     **dict.fromkeys(("backend", "engine.backend"), "around a call of the graph: the choice is read when it runs"),
     "replace_sdpa": "around a call of the graph: tests/compile/test_models.py",

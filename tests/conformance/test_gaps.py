@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 
 import partita
-from partita import Gibbs, reference
+from partita import Gibbs
 from partita.engine import gaps as counting
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import INF, SUPPORTS, catalogue, masked, problem, problems
 

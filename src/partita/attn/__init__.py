@@ -2,7 +2,9 @@
 
 from partita.attn.bias import ALiBi, Bias, RelativeBias, alibi_slopes
 from partita.attn.distill import attention_divergence
+from partita.attn.entropy import entropy_penalty, mean_entropy
 from partita.attn.hierarchy import blockwise_attention, hierarchical_attention
+from partita.attn.normalisers import LinearState, WeightStats, l1_attention, linear_attention, sigmoid_attention
 from partita.attn.pairwise import PairHook, ScaleInvariant, pair_attention
 from partita.attn.positions import rotary, sinusoidal
 from partita.attn.reach import NTK, Clipped, Interpolated, NoPositions, PartialRotary, Positions, Rotary, YaRN
@@ -12,8 +14,6 @@ from partita.attn.variants import (
     TopK,
     gumbel_attention,
     hard_attention,
-    l1_attention,
-    mean_entropy,
     top_k_attention,
 )
 
@@ -24,6 +24,7 @@ __all__ = [
     "Clipped",
     "Interpolated",
     "NoPositions",
+    "LinearState",
     "PairHook",
     "PartialRotary",
     "Positions",
@@ -32,18 +33,22 @@ __all__ = [
     "ScaleInvariant",
     "TopK",
     "YaRN",
+    "WeightStats",
     "alibi_slopes",
     "attention",
     "attention_divergence",
     "blockwise_attention",
+    "entropy_penalty",
     "gumbel_attention",
     "hard_attention",
     "hierarchical_attention",
     "l1_attention",
+    "linear_attention",
     "mean_entropy",
     "pair_attention",
     "rotary",
     "rotary_attention",
+    "sigmoid_attention",
     "sinusoidal",
     "top_k_attention",
 ]

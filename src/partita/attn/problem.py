@@ -16,6 +16,7 @@ from partita.attn.rows import KeysOf, RowsOf, blocks
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.scale import Policy, TargetEntropy
+from partita.score import Score
 from partita.support import Support
 from partita.support.base import check_support
 
@@ -35,6 +36,7 @@ class Options(TypedDict, total=False):
     support: Support | None
     bias: Tensor | Bias | None
     softcap: float | None
+    score: Score | None
 
 
 def distribution(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Gibbs:
@@ -42,7 +44,8 @@ def distribution(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Gibb
     scale, support, bias, rule = _ingredients(query, key, options)
     assert rule is None
     softcap, grouped = options.get("softcap"), options.get("enable_gqa", False)
-    return Gibbs(query, key, scale=scale, bias=bias, support=support, softcap=softcap, grouped=grouped)
+    score = options.get("score")
+    return Gibbs(query, key, scale=scale, bias=bias, support=support, softcap=softcap, grouped=grouped, score=score)
 
 
 def _ingredients(
@@ -66,7 +69,8 @@ def _ingredients(
         bias = bias.reshape(1, -1)
     if options.get("is_causal", False):
         support = both(support, supports.causal())
-    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    if scale is None:  # a score of another kind has a size of its own
+        scale = max(query.shape[-1], 1) ** -0.5 if options.get("score") is None else 1.0
     if rule is not None and isinstance(scale, TargetEntropy):
         raise ValueRangeError(
             "TargetEntropy takes no position bias: with a bias the entropy is not monotone in the scale."
@@ -86,11 +90,13 @@ class Problem:
     rule: Bias | None  # a bias made a block at a time
     softcap: float | None
     grouped: bool
+    score: Score | None = None
 
     @staticmethod
     def of(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Problem:
         scale, support, bias, rule = _ingredients(query, key, options)
-        return Problem(query, key, scale, support, bias, rule, options.get("softcap"), options.get("enable_gqa", False))
+        softcap, grouped = options.get("softcap"), options.get("enable_gqa", False)
+        return Problem(query, key, scale, support, bias, rule, softcap, grouped, options.get("score"))
 
     @property
     def n_query(self) -> int:
@@ -153,8 +159,8 @@ class Problem:
         scale = self.scale
         if isinstance(scale, Tensor):
             scale = (scale[..., rows] if scale.dim() and scale.shape[-1] != 1 else scale)[..., None].to(dtype)
-        query = self.query[..., rows, :].to(dtype) * scale
-        scores = query @ self.spread(self.key[..., cols, :]).to(dtype).mT
+        query, key = self.query[..., rows, :].to(dtype), self.spread(self.key[..., cols, :]).to(dtype)
+        scores = (query * scale) @ key.mT if self.score is None else self.score(query, key) * scale
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def plus_bias(self, scores: Tensor, rows: slice, cols: slice = slice(None)) -> Tensor:
@@ -193,8 +199,9 @@ class Problem:
         self, query: Tensor, scale: float | Tensor | Policy, bias: Tensor | None, support: Support | None
     ) -> Gibbs:
         return Gibbs(
-            query, self.key, scale=scale, bias=bias, support=support, softcap=self.softcap, grouped=self.grouped
-        )
+            query, self.key, scale=scale, bias=bias, support=support, softcap=self.softcap, grouped=self.grouped,
+            score=self.score,
+        )  # fmt: skip
 
     def _like(self) -> Tensor:
         return self.query.detach()

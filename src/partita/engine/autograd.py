@@ -26,8 +26,8 @@ from partita.engine.terms import pack, unpack
 from partita.precision import no_autocast
 
 __all__ = [
-    "OPERANDS_SCHEMA", "PLAN_SCHEMA", "Gradients", "Pass", "Plan", "assemble", "backward", "forward", "gradients",
-    "read", "reduce",
+    "OPERANDS_SCHEMA", "PLAN_SCHEMA", "Gradients", "Pass", "Plan", "assemble", "backward", "flat", "forward",
+    "gradients", "raw_upstream", "read", "reduce",
 ]  # fmt: skip
 
 _ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the operands in `Gradients`
@@ -93,7 +93,7 @@ class Plan:
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def _flat(sums: Sums) -> tuple[Tensor, ...]:
+def flat(sums: Sums) -> tuple[Tensor, ...]:
     """The fields of the sums, for an operator: an absent one is empty."""
     none = sums.mass.new_empty(_ABSENT)
     # in float64: a backend that works in other units must find the very peak again that its sums are relative to
@@ -151,7 +151,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     plan, tensors, _ = read(arguments)
     request = plan.request(tensors)
     check_values(request)
-    return _flat(forward(request, plan.backend))
+    return flat(forward(request, plan.backend))
 
 
 @library.register_fake("partita::reduce")  # type: ignore[untyped-decorator]
@@ -225,7 +225,7 @@ class Pass(torch.autograd.Function):
     @staticmethod
     def forward(plan: Plan, request: Request | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         if request is not None:
-            return _flat(forward(request, plan.backend))
+            return flat(forward(request, plan.backend))
         return reduce(plan, tensors)
 
     @staticmethod
@@ -259,33 +259,47 @@ def _remember(ctx: Any, plan: Plan, tensors: Sequence[Tensor | None], output: tu
     ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
 
 
-def _pulled_back(ctx: Any, needed: Sequence[bool], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """Gradients of query, key, value, scale and bias from those of a pass's results."""
-    plan = ctx.plan
-    *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
+def raw_upstream(
+    statistics: bool, mean: bool, sums: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...] | None:
+    """Gradients of mass, first, second, moment and the target's score from those of a pass's results; None if none.
+
+    sums: mass, first, spread and mean value, as the pass gave them.
+    """
+    mass, first, spread, mean_value = sums
     _, g_mass, _, g_first, g_spread, g_stats, g_moment, g_mean, g_target, *_ = grads
     if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target)):
-        return [None] * len(OPERANDS)
+        return None
     by_name = {} if g_stats is None else dict(zip(Stats._fields, g_stats.unbind(), strict=False))
     raw = raw_gradients(
         mass,
-        first if plan.statistics else None,
-        spread if plan.statistics else None,
-        mean,
+        first if statistics else None,
+        spread if statistics else None,
+        mean_value,
         g_mass=g_mass,
-        g_first=g_first if plan.statistics else None,
-        g_spread=g_spread if plan.statistics else None,
-        g_mean=g_mean if plan.mean else None,
+        g_first=g_first if statistics else None,
+        g_spread=g_spread if statistics else None,
+        g_mean=g_mean if mean else None,
         g_log_partition=by_name.get("log_partition"),
         g_entropy=by_name.get("entropy"),
         g_mean_score=by_name.get("mean_score"),
         g_variance=by_name.get("score_variance"),
     )
-    moment = raw.moment if plan.mean else g_moment
+    return raw.mass, raw.first, raw.second, raw.moment if mean else g_moment, g_target
+
+
+def _pulled_back(ctx: Any, needed: Sequence[bool], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Gradients of query, key, value, scale and bias from those of a pass's results."""
+    plan = ctx.plan
+    *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
+    rows = raw_upstream(plan.statistics, plan.mean, (mass, first, spread, mean), grads)
+    if rows is None:
+        return [None] * len(OPERANDS)
+    *of_rows, moment, g_target = rows
     moment = None if tensors[2] is None else moment
     target = None if tensors[5] is None else g_target
     needs = [t is not None and need for t, need in zip(tensors[:5], needed, strict=False)]
-    given = (*tensors, peak, raw.mass, raw.first, raw.second, moment, target)
+    given = (*tensors, peak, *of_rows, moment, target)
     found = iter(Gradients.apply(plan, needs, ctx.seen, *given))  # type: ignore[no-untyped-call]
     return [next(found) if need else None for need in needs]
 

@@ -21,6 +21,7 @@ from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.precision import accumulation_dtype, autocasts, output_dtype
 
 if TYPE_CHECKING:
+    from partita.engine.pairs import Pairs
     from partita.support import Support
 
 __all__ = ["Request", "build", "check_values", "extend"]
@@ -44,6 +45,7 @@ class Request:
     extremes: bool = False  # the smallest score, and where it and the largest stand
     as_query: bool = False  # and may lie in memory as the query does, as torch's own attention gives it
     last: bool = False  # no backward pass follows, which would need the same scores to the last bit
+    pairs: Pairs | None = None  # a score that is no inner product
 
     @property
     def n_query(self) -> int:
@@ -90,10 +92,11 @@ def build(
     cap_bias: bool = False,
     grouped: bool = False,
     batch: Sequence[int] = (),
+    pairs: Pairs | None = None,
 ) -> Request:
     """Check everything, align everything; computes nothing of the distribution. `batch` is one more to broadcast to."""
     query, key = (_lowered(t) for t in (query, key))
-    _checks.check_pair(query, key)
+    _checks.check_pair(query, key, alike=pairs is None)
     n_query, n_key = query.shape[-2], key.shape[-2]
     if bias is not None:
         _checks.check_bias(bias, n_query, n_key)
@@ -128,6 +131,7 @@ def build(
         None if softcap is None else float(softcap),
         cap_bias,
         groups,
+        pairs=pairs,
     )
     return _split_heads(request, groups) if groups > 1 else request
 

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partita import scale as scales
 from partita import support as supports
-from partita.attn import attention
+from partita.attn import attention, entropy_penalty
+from partita.attn.entropy import check_entropy_weight
 from partita.attn.rotary_attention import Turning, turned_attention
 from partita.engine import Stats
 from partita.errors import ValueRangeError
@@ -33,6 +34,7 @@ from partita.scale import Policy, TargetEntropy
 
 __all__ = ["MADE", "NAMES", "OBSERVERS", "TURNING", "called_by", "register", "set_scale"]
 
+EntropyWeight = float | Sequence[float] | Mapping[int, float | Sequence[float]]
 LayerScale = Policy | Mapping[int, Policy] | Callable[[nn.Module], Policy | None]
 _FIELD = "partita_scale"  # of a model's config, so that save_pretrained keeps it
 NAMES: set[str] = set()  # names under which transformers knows partita's attention
@@ -44,11 +46,19 @@ _CALLED: list[list[nn.Module]] = []  # lists of attention modules as they are ca
 _TAKEN = ("sdpa", "flex_attention", "flash", "eager", "paged")  # transformers looks for these inside names
 
 
-def register(name: str = "partita", scale: LayerScale | None = None) -> str:
+def register(
+    name: str = "partita",
+    scale: LayerScale | None = None,
+    *,
+    attention_entropy_weight: EntropyWeight = 0.0,
+) -> str:
     """Make attn_implementation=name known to transformers; gives the name back.
 
     scale: None keeps each model's own; a policy for all layers; a mapping from layer index to policy; or a function of
     the attention module that gives a policy or None. `set_scale` changes one model afterwards.
+    attention_entropy_weight: a number, one per head, or a mapping from layer index to either. While a model trains,
+    each layer lays aside -weight * mean(H / log n); add `partita.nn.entropy_loss(model)` to its loss. Above 0 keeps
+    attention broad, below 0 sharpens it.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -59,11 +69,23 @@ def register(name: str = "partita", scale: LayerScale | None = None) -> str:
     if taken:
         raise ValueRangeError(f"transformers treats names with {taken[0]!r} in them specially; got {name!r}.")
     _check_scale(scale)
+    for weight in (
+        attention_entropy_weight.values()
+        if isinstance(attention_entropy_weight, Mapping)
+        else (attention_entropy_weight,)
+    ):
+        check_entropy_weight(weight)
 
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Any:
-        return _forward(module, query, key, value, mask, scale, **kwargs)
+        out, stats = _forward(module, query, key, value, mask, scale, **kwargs)
+        weight = attention_entropy_weight
+        if isinstance(weight, Mapping):
+            weight = weight.get(getattr(module, "layer_idx", -1), 0.0)
+        if module.training and weight != 0.0:
+            module.__dict__["entropy_loss"] = entropy_penalty(stats, weight)
+        return out, stats
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, sdpa_mask)

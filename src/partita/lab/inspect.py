@@ -69,7 +69,7 @@ def inspect(
     fed = f"{len(ids)} tokens of {source}" if tokenizer is not None else _fed_bytes(model, len(ids), source)
     lengths = sorted({*(n for n in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n < longest), longest})
     with (
-        Watch(model, rows=rows, title=f"{type(model).__name__} on {source}") as watched,
+        Watch(model, rows=rows, received=True, title=f"{type(model).__name__} on {source}") as watched,
         torch.no_grad(),
     ):
         about = watched.record.provenance

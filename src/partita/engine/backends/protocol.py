@@ -68,5 +68,12 @@ class Backend:
     accumulate: Callable[..., bool] | None = None
     # why `weighted_nll` and `both_ways` cannot serve, where they serve more than a pass does
     why_no_loss: Callable[[Request], str | None] | None = None
+    pairs: bool = False  # whether it serves scores that are functions of tiles
     # why "auto" passes by a request that it could serve if it were named
     unasked: Callable[[Request], str | None] = lambda request: None
+
+    def refuses(self, request: Request, *, loss: bool = False) -> str | None:
+        """Why it cannot serve this request, or the kernels of a loss; None if it can."""
+        if request.pairs is not None and not self.pairs:
+            return "its kernels take inner products, and this score is a function of its own"
+        return ((self.why_no_loss if loss else None) or self.why_not)(request)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import partita
+from partita.interception import named
 from partita.lab.stretch.question import Question
 from partita.lab.stretch.reader import OWN, Reader
 from partita.monitor import Watch
@@ -24,7 +25,6 @@ from partita.theory.sharpness import critical_scale
 __all__ = ["growth", "heads"]
 
 _LOOKED = 2  # windows
-_ASKED = ("attn_mask", "is_causal", "scale", "enable_gqa", "support", "bias", "softcap")
 _LIMITS = (-1.0, 3.0)  # of an exponent that is worth trying
 
 
@@ -72,9 +72,7 @@ class _Rows(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is partita.attention:
-            given = {"is_causal": False, "enable_gqa": False}
-            given |= {name: kwargs[name] for name in _ASKED if name in kwargs}
-            call = partita_scores(args[0], args[1], **given)
+            call = partita_scores(named(args, kwargs))
             n = call.n_query
             part = sample(call.take(None, slice(n // 2, n)))  # rows that see as much as the text is long
             found = critical_scale(part.gibbs().probs().double().log())

@@ -10,21 +10,18 @@ from torch import Tensor
 
 from partita.engine.backends.native import layout, library
 from partita.engine.backends.native.operands import CPU, Term, pointer, prepare
+from partita.engine.request import Request
 
 __all__ = ["gaps"]
 
 
 def gaps(
-    query: Tensor,  # (*b, Q, D)
-    key: Tensor,  # (*b, K, D)
-    scale: Tensor,  # (*b, Q or 1), accumulation dtype
-    bias: Tensor | None,  # (*b, Q or 1, K or 1)
+    r: Request,
     terms: Sequence[Term],
-    softcap: float | None,
     edges: Tensor,  # (E), accumulation dtype, not negative, in any order
 ) -> Tensor | None:  # (*b, Q, E) int64
     """How many keys score within each edge of their row's largest score; None where a score is not finite."""
-    call, problem, acc = prepare(query, key, None, scale, bias, None, terms, softcap)
+    call, problem, acc = prepare(r.query, r.key, None, r.scale, r.bias, None, terms, r.softcap)
     count = torch.zeros((*call.batch, call.n_query, len(edges)), dtype=torch.int64, device=CPU)
     if not math.prod(count.shape) or not call.n_key:
         return count
