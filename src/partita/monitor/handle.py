@@ -25,6 +25,7 @@ from partita.monitor.provenance import provenance
 from partita.monitor.reading import Reading
 from partita.monitor.record import Record
 from partita.monitor.scores import sdpa_scores
+from partita.monitor.updates import Updates
 
 _REPLAY = threading.local()  # whose second run of a module this is: others have seen the first
 
@@ -80,6 +81,7 @@ class Watch(Reading):
         self._thread = threading.get_ident()
         self._mode = FunctionMode(self)
         self._graphs = Graphs(self._mode, self._roll, self._called)
+        self._updates = Updates(self._mode)
         self._block = False
         self.attach()
 
@@ -114,12 +116,14 @@ class Watch(Reading):
             self._block = True
             compiled.EAGER.on()
             self._mode.on()
+            self._updates.on()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.observer.stack.clear()
         if self._block:
             self._block = False
+            self._updates.off()
             self._mode.off()
             compiled.EAGER.off()
         self.detach()
@@ -162,6 +166,7 @@ class Watch(Reading):
         if threading.get_ident() != self._thread:
             self._elsewhere += self._roll.name(module) is not None
             return inner(module, *args, **kwargs)
+        self._updates.resume()
         code, name = compiled.code_of(module), self._roll.name(module)
         if code is not None and (lacking := compiled.missing()) is not None:
             return self._without_graphs(lacking, name, inner, module, args, kwargs)
