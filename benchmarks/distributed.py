@@ -32,7 +32,7 @@ from partita.gibbs import Gibbs
 
 from .harness import Options, Row
 from .held import classes, pairs, sequence
-from .memory import peak_of
+from .peak import peak_of
 
 DIM = 128
 WORLDS = {2: (16, 64, 256, 1024, 4096), 4: (16, 64, 256, 1024, 4096), 8: (16, 64, 256, 1024)}  # ranks: rows of each

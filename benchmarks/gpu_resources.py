@@ -1,22 +1,26 @@
 """What every kernel for GPUs needs on four kinds of device, without one: compiled ahead of time, read from the binary.
 
-    python -m benchmarks.gpu_resources write     compile everything: tests/triton/resources.json, docs/gpu-resources.md
+    python -m benchmarks.gpu_resources write     compile what is missing in tests/triton/resources.json; write the pages
     python -m benchmarks.gpu_resources all       compile everything, one JSON record a line; `sample` a fixed few of it
     python -m benchmarks.gpu_resources pages     write the pages anew from resources.json
 
-A record is one kernel of one case: a request that is handed to the backend as it would be on the device.
-Run it without TRITON_INTERPRET.
+A record is one kernel of one case: a request that is handed to the backend as it would be on the device. `write` puts
+each case down when it is compiled, so it may be stopped and goes on where it was; records of other kernels' code (the
+file holds a fingerprint of it) or of other tiles count as missing. Run it without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
+import itertools
 import json
 import multiprocessing
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,18 +38,12 @@ from .paper_device import DEVICES, on_paper
 from .roofline import PRODUCTS
 
 ROOT = Path(__file__).parents[1]
+KERNELS = ROOT / "src" / "partita" / "engine" / "backends" / "triton" / "kernels"
 TABLE = ROOT / "tests" / "triton" / "resources.json"
 DIMS = (32, 64, 96, 128, 256)
-LEVELS = {"forward": (0, 1, 2), "backward": (0, 2)}
-# bfloat16 is compiled at every level; the others, whose kernels are the same but for the products, with the variance.
-COVERED = {
-    **{("bfloat16", device): DIMS for device in DEVICES},
-    **{("float16", device): (64, 128) for device in ("sm_80", "sm_90")},
-    ("float32", "sm_80"): (32, 64, 96, 128),
-    **{("float32", device): (64, 128) for device in ("sm_90", "gfx942")},
-}
-ASKED = "sm_80"  # where everything else a request may ask for is compiled too: it has the fewest registers to spare
-NEVER_SPILLS = ("sm_80", "sm_90")  # up to D 128; float32, whose products are unrolled, up to 64
+LEVELS = (0, 1, 2)
+DTYPES = ("bfloat16", "float32", "float16")
+NEVER_SPILLS = ("sm_80", "sm_90")  # up to D 128, whatever is asked; there everything a request may ask for is compiled
 ROWS, KEYS = 512, 512  # of the requests; the kernels are the same for more
 
 
@@ -84,18 +82,17 @@ ASKS: dict[str, Any] = {
 
 
 def cases() -> Iterator[Case]:
-    """Everything. A backward pass knows two levels: with moments and without."""
-    for (dtype, device), dims in COVERED.items():
-        for dim in dims:
-            for kind, levels in LEVELS.items():
-                for level in levels if dtype == "bfloat16" else levels[-1:]:
-                    yield Case(kind, level, dim, dtype, device)
+    """Everything: first what must not spill, and of that what is most likely to."""
+    for dtype, device, asks in itertools.product(("bfloat16", "float32"), NEVER_SPILLS, ASKS):
+        for kind in ("forward", "backward"):
+            yield Case(kind, 2, 128, dtype, device, asks)
+    for devices in (NEVER_SPILLS, [device for device in DEVICES if device not in NEVER_SPILLS]):
+        for dtype, device, dim in itertools.product(DTYPES, devices, reversed(DIMS)):
+            for kind, level in itertools.product(("forward", "backward"), reversed(LEVELS)):
+                yield Case(kind, level, dim, dtype, device)
     for device in DEVICES:
         for kind, level in (("decode", 2), ("weighted_nll", 0), ("both_ways", 0)):
             yield Case(kind, level, 128, "bfloat16", device)
-    for asks in ASKS:
-        for kind in LEVELS:
-            yield Case(kind, 2, 128, "bfloat16", ASKED, asks)
 
 
 def sample() -> Iterator[Case]:
@@ -106,7 +103,9 @@ def sample() -> Iterator[Case]:
     yield Case("forward", 0, 64, "bfloat16", "sm_90")
     yield Case("forward", 2, 64, "float16", "sm_80")
     yield Case("forward", 2, 64, "float32", "sm_80")
-    yield Case("forward", 2, 128, "bfloat16", ASKED, "segments")
+    yield Case("backward", 2, 128, "float32", "sm_80")
+    yield Case("forward", 2, 128, "bfloat16", "sm_80", "segments")
+    yield Case("backward", 2, 128, "bfloat16", "sm_80", "causal")
     yield Case("decode", 2, 128, "bfloat16", "sm_90")
     yield Case("weighted_nll", 0, 128, "bfloat16", "sm_80")
     yield Case("both_ways", 0, 128, "bfloat16", "sm_90")
@@ -125,7 +124,7 @@ def compiled(case: Case) -> list[dict[str, Any]]:
     def as_asked(self: Any, device: torch.device) -> None:
         # the careful form of a kernel runs where something is not finite: it is a case of its own
         if self.switches.get("CAREFUL", case.asks == "careful") == (case.asks == "careful"):
-            run(_at_level(self, case), device)
+            run(self, device)
 
     with ExitStack() as stack:
         launches = stack.enter_context(on_paper(DEVICES[case.device]))
@@ -134,19 +133,6 @@ def compiled(case: Case) -> list[dict[str, Any]]:
             stack.enter_context(mock.patch.object(module, "target_of", return_value=case.device))
         _ask(BACKEND, case)
     return [_record(case, found) for found in launches]
-
-
-def _at_level(launch: Any, case: Case) -> Any:
-    """The same launch with as many moments as the case says."""
-    from partita.engine.backends.triton.tiles import tile
-
-    if launch.switches.get("LEVEL", case.level) == case.level:
-        return launch
-    width = max(launch.switches["BLOCK_D"], launch.switches["BLOCK_V"])
-    kind = _kernel(launch.kernel.split(".")[1])
-    shape = tile(kind, width, getattr(torch, case.dtype), case.level, case.device)
-    switches = {**launch.switches, "LEVEL": case.level, "BLOCK_M": shape.rows, "BLOCK_N": shape.keys}
-    return replace(launch, switches=switches, tile=shape)
 
 
 def _kernel(function: str) -> str:
@@ -177,6 +163,7 @@ def _ask(backend: Any, case: Case) -> None:
         target=target,
         rank=target is not None,
         statistics=case.level > 0,
+        variance=case.level > 1,
         mean=case.kind != "backward",
     )
     assert request is not None
@@ -184,7 +171,7 @@ def _ask(backend: Any, case: Case) -> None:
         backend.forward(request)
         return
     by_row = torch.ones(1, 2, rows)
-    g = Upstream(by_row, by_row, by_row, torch.ones(query.shape), None if target is None else by_row)
+    g = Upstream(by_row, by_row, by_row, torch.ones(query.shape), None if target is None else by_row, case.level)
     backend.backward(request, by_row.double(), g, (True, True, True, True, request.bias is not None))
 
 
@@ -201,8 +188,7 @@ def _record(case: Case, launch: Any) -> dict[str, Any]:
 def excess(record: dict[str, Any], committed: dict[str, Any]) -> list[str]:
     """What a kernel needs beyond its device or beyond what is committed; empty where all is well."""
     device, name, found = DEVICES[record["device"]], record["name"], []
-    plain = record["device"] in NEVER_SPILLS and not record["asks"]
-    spared = plain and record["dim"] <= (128 if record["itemsize"] == 2 else 64)
+    spared = record["device"] in NEVER_SPILLS and record["dim"] <= 128
     if record["spilled"] > (0 if spared else committed["spilled"]):
         found.append(f"{name} spills {record['spilled']} bytes, committed {committed['spilled']}")
     if record["shared_bytes"] > device.shared_bytes:
@@ -231,13 +217,37 @@ def version() -> str:
     return str(__version__)
 
 
+def fingerprint() -> str:
+    """Of the kernels' code, without its comments and docstrings."""
+    found = hashlib.sha256()
+    for file in sorted(KERNELS.glob("*.py")):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list) and len(body) > 1 and isinstance(body[0], ast.Expr):
+                del body[0]
+        found.update(ast.unparse(tree).encode())
+    return found.hexdigest()[:16]
+
+
+def fits(record: dict[str, Any]) -> bool:
+    """Whether a record has the tile that the table gives it today; a loss has none."""
+    from partita.engine.backends.triton.tiles import careful, tile
+
+    if record["kernel"] not in (*PRODUCTS, "backward_pairs"):
+        return True
+    kind = "decode" if record["kind"] == "decode" else record["kernel"]
+    width = 1 << (record["dim"] - 1).bit_length()
+    crowded = record["asks"] not in ("", "causal", "window", "careful")
+    found = tile(kind, width, getattr(torch, record["dtype"]), record["level"], record["device"], crowded)
+    found = careful(record["kernel"], found, record["device"]) if record["asks"] == "careful" else found
+    return tuple(found) == tuple(record[name] for name in ("rows", "keys", "warps", "stages"))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_resources", description=__doc__)
     parser.add_argument("what", choices=("write", "sample", "all", "pages"))
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--records", default="", metavar="FILE", help="what `all` printed, for `write`: not compiled again"
-    )
     parser.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     given = parser.parse_args(argv)
     if given.what in ("sample", "all"):
@@ -246,23 +256,27 @@ def main(argv: list[str] | None = None) -> None:
             print(json.dumps(record), flush=True)
         return
     if given.what == "write":
-        wanted = [case for case in cases() if given.only in case.name]
-        if given.records:
-            made = [json.loads(line) for line in Path(given.records).read_text().splitlines()]
-            write(made, {case.name for case in wanted})
-        else:
-            write(compile_all(wanted, given.workers), {case.name for case in wanted})
+        write(given.only, given.workers)
     gpu_pages.write(json.loads(TABLE.read_text()))
 
 
-def write(made: Iterable[dict[str, Any]], done: set[str]) -> None:
-    """Put records in the place of those of the same cases; what is no case any more goes."""
+def write(only: str = "", workers: int = 2) -> None:
+    """Compile the cases that have no record yet, and put each down when it is there; what is no case any more goes."""
     order = {case.name: i for i, case in enumerate(cases())}
-    known = json.loads(TABLE.read_text())["kernels"] if TABLE.exists() else []
-    rows = [r for r in known if _case(r) in order and _case(r) not in done] + list(made)
-    rows.sort(key=lambda r: (order[_case(r)], r["kernel"]))
-    lines = ",\n".join(json.dumps(r) for r in rows)
-    TABLE.write_text(f'{{"triton": "{version()}", "kernels": [\n{lines}\n]}}\n')
+    known = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    current = known.get("code") == fingerprint() and known.get("triton") == version()
+    rows = [r for r in known["kernels"] if _case(r) in order] if current else []
+    stale = {_case(r) for r in rows if not fits(r)}
+    rows = [r for r in rows if _case(r) not in stale]
+    done = {_case(r) for r in rows}
+    missing = [case for case in cases() if only in case.name and case.name not in done]
+    for _, records in itertools.groupby(compile_all(missing, workers), _case):
+        rows.extend(records)
+        rows.sort(key=lambda r: (order[_case(r)], r["kernel"]))
+        lines = ",\n".join(json.dumps(r) for r in rows)
+        beside = TABLE.with_suffix(".new")  # whoever is stopped leaves a whole table
+        beside.write_text(f'{{"triton": "{version()}", "code": "{fingerprint()}", "kernels": [\n{lines}\n]}}\n')
+        beside.replace(TABLE)
 
 
 def _case(record: dict[str, Any]) -> str:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 import partita
 
-from .harness import Options, Row, compare, interleave
+from .harness import Call, Options, Row, compare, interleave
+from .memory import fitted_exponent
+from .peak import measure, memory_row
 
 # rows, dim, classes
 HEADS, QUICK_HEADS = (1024, 512, 32768), (48, 16, 200)
@@ -23,6 +25,11 @@ CHUNKS = (64, 128, 256, 512)
 
 
 def cases(options: Options) -> Iterator[list[Row]]:
+    yield from _times(options)
+    yield from _memory(options)
+
+
+def _times(options: Options) -> Iterator[list[Row]]:
     n, heads = (64, 2) if options.quick else (2048, 8)
     name = f"attention with received and statistics 1x{heads}x{n}x64 causal"
     if options.wants(name):
@@ -38,14 +45,14 @@ def cases(options: Options) -> Iterator[list[Row]]:
         yield _attentions(name, heads, n, options)
 
 
-def _received(name: str, heads: int, n: int, options: Options) -> list[Row]:
+def _attended(heads: int, n: int, received: bool) -> Call:
     q, k, v = (torch.randn(1, heads, n, 64) for _ in range(3))
+    return lambda: partita.attention(q, k, v, is_causal=True, return_stats=received, return_received=received)
 
-    def ours() -> object:
-        return partita.attention(q, k, v, is_causal=True, return_stats=True, return_received=True)
 
-    peers = {"ours, output alone": lambda: partita.attention(q, k, v, is_causal=True)}
-    return compare("margins", name, ours, peers, options, bars=_bars(options, peers, 1.6))
+def _received(name: str, heads: int, n: int, options: Options) -> list[Row]:
+    peers = {"ours, output alone": _attended(heads, n, False)}
+    return compare("margins", name, _attended(heads, n, True), peers, options, bars=_bars(options, peers, 1.6))
 
 
 def _bars(options: Options, peers: dict[str, Callable[[], object]], bar: float) -> dict[str, float]:
@@ -64,7 +71,8 @@ def _dense(kind: str, teacher: Tensor, student: Tensor) -> Tensor:
     return 0.5 * sum(both)  # type: ignore[return-value]
 
 
-def _heads(name: str, kind: str, rows: int, dim: int, classes: int, options: Options) -> list[Row]:
+def _two_heads(kind: str, rows: int, dim: int, classes: int) -> tuple[Call, Callable[[int], Call]]:
+    """Loss and gradients of the student's input and weight, by us and in torch's functions so many rows at a time."""
     x, w, y, v = (torch.randn(n, dim) * dim**-0.5 for n in (rows, classes, rows, classes))
     x, w = (4 * x).requires_grad_(), (4 * w).requires_grad_()
     y, v = 4 * y, 4 * v
@@ -72,7 +80,7 @@ def _heads(name: str, kind: str, rows: int, dim: int, classes: int, options: Opt
     def ours() -> object:
         return torch.autograd.grad(partita.linear_distillation_loss(x, w, y, v, kind=kind), (x, w))
 
-    def eager(step: int) -> Callable[[], object]:
+    def eager(step: int) -> Call:
         def call() -> object:
             x.grad = w.grad = None
             for i in range(0, rows, step):
@@ -82,6 +90,11 @@ def _heads(name: str, kind: str, rows: int, dim: int, classes: int, options: Opt
 
         return call
 
+    return ours, eager
+
+
+def _heads(name: str, kind: str, rows: int, dim: int, classes: int, options: Options) -> list[Row]:
+    ours, eager = _two_heads(kind, rows, dim, classes)
     chunked = {f"eager in chunks of {n}": eager(n) for n in CHUNKS if n < rows} or {"eager in chunks of 16": eager(16)}
     trial, _ = interleave(chunked, repeat=2, warmup=1)
     best = min(trial, key=lambda peer: trial[peer].best_s)
@@ -91,7 +104,7 @@ def _heads(name: str, kind: str, rows: int, dim: int, classes: int, options: Opt
     return compare("margins", name, ours, peers, options, bars=_bars(options, peers, BARS[kind]), flops=flops)
 
 
-def _attentions(name: str, heads: int, n: int, options: Options) -> list[Row]:
+def _two_attentions(heads: int, n: int) -> tuple[Call, Call]:
     q, k, a, b = (torch.randn(1, heads, n, 64) for _ in range(4))
     q, k = q.requires_grad_(), k.requires_grad_()
 
@@ -101,5 +114,49 @@ def _attentions(name: str, heads: int, n: int, options: Options) -> list[Row]:
     def eager() -> object:
         return torch.autograd.grad(_dense("forward", a @ b.mT / 8, q @ k.mT / 8) / (heads * n), (q, k))
 
+    return ours, eager
+
+
+def _attentions(name: str, heads: int, n: int, options: Options) -> list[Row]:
+    ours, eager = _two_attentions(heads, n)
     peers = {"eager": eager}
     return compare("margins", name, ours, peers, options, bars=_bars(options, peers, 0.5))
+
+
+# ---- peak memory, each in a process of its own: size -> the work ----------------------------------------------------
+
+
+def _heads_of(kind: str, n: int, eager: bool) -> Call:
+    """`n` rows against 32 n classes, 512 features from 1024 rows on: the shape of the times at n = 1024."""
+    ours, chunks = _two_heads(kind, n, n // 2, 32 * n)
+    return chunks(n) if eager else ours
+
+
+PROBES: dict[str, Callable[[int], Call]] = {
+    "received": lambda n: _attended(8, n, True),
+    "attention": lambda n: _attended(8, n, False),
+    "reverse": lambda n: _heads_of("reverse", n, False),
+    "reverse eager": lambda n: _heads_of("reverse", n, True),
+    "js": lambda n: _heads_of("js", n, False),
+    "js eager": lambda n: _heads_of("js", n, True),
+    "attentions": lambda n: _two_attentions(8, n)[0],
+    "attentions eager": lambda n: _two_attentions(8, n)[1],
+}
+
+
+def _memory(options: Options) -> Iterator[list[Row]]:
+    def row(name: str, peer: str, ours: float, theirs: float, unit: str, bar: float | None) -> Row:
+        return memory_row(name, peer, ours, theirs, unit, None if options.quick else bar, question="margins")
+
+    n = 64 if options.quick else HEADS[0]
+    for kind in ("reverse", "js"):
+        name = f"memory {kind} of two heads fwd+bwd N={n} D={n // 2} V={32 * n}"
+        if options.wants(name):
+            ours, eager = (measure("margins", probe, n, options)[0] for probe in (kind, f"{kind} eager"))
+            yield [row(name, "eager", ours, eager, "bytes", 0.1)]
+    for what, probe, n in (("KL of two attentions", "attentions", 1024), ("attention with received", "received", 2048)):
+        sizes = [64, 128] if options.quick else [n, 2 * n, 4 * n, 8 * n]
+        name = f"memory {what} 1x8x{sizes[0]}..{sizes[-1]}x64"
+        if options.wants(name):
+            taken = [measure("margins", probe, n, options)[0] for n in sizes]
+            yield [row(name, "memory as n", fitted_exponent(sizes, taken), 1.0, "exponent", 1.1)]

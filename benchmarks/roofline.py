@@ -85,8 +85,8 @@ def bound(record: dict[str, Any], chip: Chip) -> Bound:
         "float": loop["floats"] * threads / chip.floats,
         "issue": loop["all"] * threads / chip.issue,
     }
-    # keys and values; the backward of the keys reads queries, and upstream gradients in float32
-    read = rows * (record["itemsize"] + 4) if record["kernel"] == "backward_keys" else keys * 2 * record["itemsize"]
+    # keys and values; the backward of the keys reads queries and upstream gradients
+    read = (rows if record["kernel"] == "backward_keys" else keys) * 2 * record["itemsize"]
     tile = f"{rows} x {keys}, {record['warps']}"
     return Bound(record["kernel"], record["level"], dim, chip.name, tile, clocks, read * dim / chip.bytes)
 

@@ -36,7 +36,7 @@ def cases(options: Options) -> Iterator[list[Row]]:
     for name, make in (("TransformerEncoder", _encoder), ("BERT", _bert)):
         for how, given in HOW.items():
             case = f"watched step{how}, {name}, {layers} layers, {width} wide, 4x{length}"
-            compiled = "compiled" in how
+            compiled = ("aot_eager" if options.quick else "inductor") if "compiled" in how else None
             if options.wants(case) and (made := make(layers, width, length, compiled)) is not None:
                 yield [_case(case, *made, options, given)]
 
@@ -91,17 +91,17 @@ def _case(
 
 
 def _encoder(
-    layers: int, width: int, length: int, compiled: bool = False
+    layers: int, width: int, length: int, compiled: str | None = None
 ) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     layer = torch.nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, batch_first=True, norm_first=True)
     model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).train()
     x = torch.randn(4, length, width)
-    call = torch.compile(model) if compiled else model
+    call = torch.compile(model, backend=compiled) if compiled else model
     return model, lambda: call(x).square().mean()
 
 
 def _bert(
-    layers: int, width: int, length: int, compiled: bool = False
+    layers: int, width: int, length: int, compiled: str | None = None
 ) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]] | None:
     try:
         from transformers import BertConfig, BertModel
@@ -118,5 +118,5 @@ def _bert(
     )
     model = BertModel(config).train()
     ids = torch.randint(30000, (4, length))
-    call = torch.compile(model) if compiled else model
+    call = torch.compile(model, backend=compiled) if compiled else model
     return model, lambda: call(input_ids=ids).last_hidden_state.square().mean()

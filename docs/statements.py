@@ -18,6 +18,7 @@ from typing import NamedTuple
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
+ROOTS = (ROOT / "src", ROOT / "studies")
 CITED = re.compile(r"\b(M-[A-Z]+-)(\d+)(?:(?:\.\.| to M-[A-Z]+-)(\d+))?\b")
 GROUPS = {
     "GIB": "The law of a row",
@@ -126,7 +127,7 @@ def rows_of_errata(source: str) -> Iterator[tuple[str, set[str]]]:
 
 
 def sources() -> Sources:
-    """Read everything under src and tests."""
+    """Read everything under src, studies and tests."""
     found = Sources({}, {}, {}, {})
     for each, statement in statements().items():
         if "code" in statement:
@@ -138,19 +139,19 @@ def sources() -> Sources:
             if name not in names:
                 names.append(name)
 
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
-        if ".lab.experiments." in module:
-            if "\nEXPERIMENT = " in text:
-                note(found.studies, ids(text[text.index("\nEXPERIMENT = ") :]), path.stem)
-            continue
-        if ".theory.errata." in module:
-            for label, named in rows_of_errata(text):
-                note(found.errata, named, label)
-            continue
-        for name, named in cited_in_code(text).items():
-            note(found.code, named, f"{module}.{name}" if name else module)
+    for root in ROOTS:
+        for path in sorted(root.rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+            if module.startswith("partita_studies.experiments."):
+                if "\nEXPERIMENT = " in text:
+                    note(found.studies, ids(text[text.index("\nEXPERIMENT = ") :]), path.stem)
+            elif module.startswith("partita_studies.errata."):
+                for label, named in rows_of_errata(text):
+                    note(found.errata, named, label)
+            else:
+                for name, named in cited_in_code(text).items():
+                    note(found.code, named, f"{module}.{name}" if name else module)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         where = path.relative_to(ROOT).as_posix()
         for name, named in cited_in_tests(path.read_text(encoding="utf-8")).items():

@@ -77,6 +77,13 @@ struct PartitaTop {
   int64_t* index;  // (B, Q, k)
 };
 
+// How many keys of each row score within each edge of its largest score.
+struct PartitaGaps {
+  int64_t edges;     // at least 1
+  const void* edge;  // (edges), accumulation dtype, not negative, rising
+  int64_t* count;    // (B, Q, edges)
+};
+
 // Plain attention: what changes from call to call where shapes and strides have been seen before.
 struct PartitaAttention {
   double scale;

@@ -19,6 +19,7 @@ struct Kernels {
   int32_t (*received)(const PartitaProblem&, const PartitaColumns&);
   int32_t (*divergence_rows)(const PartitaDivergenceRows&);
   int32_t (*top)(const PartitaProblem&, const PartitaTop&);
+  int32_t (*gaps)(const PartitaProblem&, const PartitaGaps&);
 };
 
 #define PARTITA_DECLARE(isa)                                                                                     \
@@ -33,11 +34,13 @@ struct Kernels {
   int32_t received(const PartitaProblem&, const PartitaColumns&);                                                \
   int32_t divergence_rows(const PartitaDivergenceRows&);                                                         \
   int32_t top(const PartitaProblem&, const PartitaTop&);                                                         \
+  int32_t gaps(const PartitaProblem&, const PartitaGaps&);                                                       \
   constexpr Kernels kernels = {forward_tuning,        forward,  backward_tuning, backward, softmax_rows, logits, \
-                               accumulate_statistics, received, divergence_rows, top};                           \
+                               accumulate_statistics, received, divergence_rows, top,      gaps};                \
   }
 PARTITA_DECLARE(baseline)
 PARTITA_DECLARE(avx2)
 PARTITA_DECLARE(avx512)
+PARTITA_DECLARE(neon)
 
 }  // namespace partita

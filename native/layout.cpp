@@ -27,6 +27,7 @@ struct Field {
 #define C(field) FIELD(PartitaColumns, field)
 #define D(field) FIELD(PartitaDivergenceRows, field)
 #define K(field) FIELD(PartitaTop, field)
+#define E(field) FIELD(PartitaGaps, field)
 
 // clang-format off
 constexpr Field FIELDS[] = {
@@ -55,6 +56,7 @@ constexpr Field FIELDS[] = {
     D(unused), D(beta), D(p), D(q), D(p_bias), D(q_bias), D(p_start), D(p_stop), D(q_start), D(q_stop), D(weight),
     D(record), SIZE(PartitaDivergenceRows),
     K(k), K(score), K(index), SIZE(PartitaTop),
+    E(edges), E(edge), E(count), SIZE(PartitaGaps),
 };
 // clang-format on
 

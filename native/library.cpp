@@ -25,6 +25,8 @@ Choice choose() {
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
   if (avx512 && (any || !std::strcmp(wanted, "avx512"))) return {&avx512::kernels, "avx512"};
   if (avx2 && (any || std::strcmp(wanted, "baseline"))) return {&avx2::kernels, "avx2"};
+#elif defined(PARTITA_HAS_NEON)
+  if (any || std::strcmp(wanted, "baseline")) return {&neon::kernels, "neon"};  // every 64-bit ARM has it
 #endif
   return {&baseline::kernels, "baseline"};
 }
@@ -42,7 +44,7 @@ const Choice& choice() {
 using namespace partita;
 
 // Raised with every change of the structures, so that Python never talks to a library of another version.
-PARTITA_API int32_t partita_version() { return 7; }
+PARTITA_API int32_t partita_version() { return 8; }
 
 PARTITA_API const char* partita_isa() { return choice().name; }
 
@@ -109,6 +111,10 @@ PARTITA_API int32_t partita_received(const PartitaProblem* p, const PartitaColum
 
 PARTITA_API int32_t partita_top(const PartitaProblem* p, const PartitaTop* to) {
   return choice().kernels->top(*p, *to);
+}
+
+PARTITA_API int32_t partita_gaps(const PartitaProblem* p, const PartitaGaps* g) {
+  return choice().kernels->gaps(*p, *g);
 }
 
 PARTITA_API int32_t partita_divergence_rows(const PartitaDivergenceRows* d) {

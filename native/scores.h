@@ -1,6 +1,6 @@
 // A tile of scores: the rows of one register block against the keys of one key block.
 //
-// `bias_and_mask` turns products into scores in base 2: softcap, bias, then -inf on what is invisible.
+// `bias_and_mask` turns products into scores in the rule's unit: softcap, bias, then -inf on what is invisible.
 #pragma once
 #include "mask.h"
 
@@ -17,18 +17,20 @@ struct Block {  // sizes of a key block and of the score buffer
 template <class A>
 struct ScoreRule {  // what every tile of a call shares
   const PartitaProblem* problem;
-  A query_factor;  // multiplies scale: log2 e, or 1 / softcap
-  A cap;           // softcap * log2 e, 0 where absent
+  A unit;          // of a score: log2 e where powers of two are formed of it, 1 where scores are compared with numbers
+  A query_factor;  // multiplies scale: the unit, or 1 / softcap
+  A cap;           // softcap in the unit, 0 where absent
   bool plain;      // no softcap, no bias
   bool masked;     // segments or a mask: visibility is more than an interval
 };
 
 template <class A>
-inline ScoreRule<A> make_score_rule(const PartitaProblem& p) {
+inline ScoreRule<A> make_score_rule(const PartitaProblem& p, double unit = LOG2E) {
   ScoreRule<A> s;
+  s.unit = static_cast<A>(unit);
   s.problem = &p;
-  s.query_factor = static_cast<A>(p.softcap > 0 ? 1.0 / p.softcap : LOG2E);
-  s.cap = static_cast<A>(p.softcap > 0 ? p.softcap * LOG2E : 0.0);
+  s.query_factor = static_cast<A>(p.softcap > 0 ? 1.0 / p.softcap : unit);
+  s.cap = static_cast<A>(p.softcap > 0 ? p.softcap * unit : 0.0);
   s.plain = !(p.softcap > 0) && !p.bias.data;
   s.masked = p.mask.data || p.query_segment.data;
   return s;
@@ -54,19 +56,19 @@ inline void pack_queries(const ScoreRule<A>& sc, const Row* rows, int m, A* temp
   }
 }
 
-// The bias of one row for columns [begin, end) of the key block, times log2 e, added to s. `temp` holds a key block.
+// The bias of one row for columns [begin, end) of the key block, in the unit, added to s. `temp` holds a key block.
 template <class A>
-inline void add_bias(const PartitaProblem& p, const Row& row, int64_t key, int begin, int end, A* s, A* temp) {
+inline void add_bias(const ScoreRule<A>& sc, const Row& row, int64_t key, int begin, int end, A* s, A* temp) {
   using V = Vec<A>;
+  const PartitaProblem& p = *sc.problem;
   if (!p.bias.col) {
-    const A b = element<A>(row.bias, 0, p.bias_dtype) * static_cast<A>(LOG2E);
+    const A b = element<A>(row.bias, 0, p.bias_dtype) * sc.unit;
     for (int j = begin; j < end; ++j) s[j] += b;
     return;
   }
   const int64_t stop = p.K - key < end ? p.K - key : end;
   convert_row<A>(row.bias, key + begin, p.bias_dtype, stop - begin, end - begin, A(1), temp + begin);
-  for (int j = begin; j < end; j += V::W)
-    V::store(s + j, V::fma(V::load(temp + j), V::set(static_cast<A>(LOG2E)), V::load(s + j)));
+  for (int j = begin; j < end; j += V::W) V::store(s + j, V::fma(V::load(temp + j), V::set(sc.unit), V::load(s + j)));
 }
 
 // Products to scores, for m rows of one tile. With a softcap, `tanhs` (or null) receives tanh of the scaled products.
@@ -84,7 +86,7 @@ inline void bias_and_mask(const ScoreRule<A>& sc, const Row* rows, int m, int64_
           V::store(row + j, V::mul(t, V::set(sc.cap)));
         }
       }
-      if (rows[r].bias) add_bias(*sc.problem, rows[r], key, runs[u].begin, runs[u].end, row, temp);
+      if (rows[r].bias) add_bias(sc, rows[r], key, runs[u].begin, runs[u].end, row, temp);
       if (!c.whole) mask_row(*sc.problem, rows[r], key, runs[u].begin, runs[u].end, row);
       if (u)
         for (int j = runs[u - 1].end; j < runs[u].begin; ++j) row[j] = neg_inf<A>();

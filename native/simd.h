@@ -1,16 +1,18 @@
-// Vector types: the only file that knows an instruction set. Everything else is written against Vec<float> and
-// Vec<double>.
+// Vector types: these headers alone know an instruction set. Everything else is written against Vec<float> and
+// Vec<double>, whose words `simd_portable.h` defines in plain C++.
 //
 // Each kernel file is compiled once per instruction set, inside its own namespace PARTITA_ISA, with the flags of that
-// set. The zero-masking forms with a full mask stand for intrinsics whose plain form warns in GCC 12's own headers. No
-// standard-library templates here or in the kernels: the linker would keep one copy of them for all sets, and it could
-// be the AVX-512 one.
+// set. No standard-library templates here or in the kernels: the linker would keep one copy of them for all sets, and
+// it could be the AVX-512 one.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define PARTITA_INLINE inline __attribute__((always_inline))
@@ -25,275 +27,32 @@ namespace PARTITA_ISA {
 // Numbers below the normal range count as 0 while a kernel runs: they change no sum that starts at 1, and cost 100
 // cycles each.
 struct FlushDenormals {
-#ifdef PARTITA_X86
+#if defined(PARTITA_X86)
   unsigned before = _mm_getcsr();
   FlushDenormals() { _mm_setcsr(before | 0x8040u); }
   ~FlushDenormals() { _mm_setcsr(before); }
+#elif defined(__aarch64__)
+  uint64_t before;
+  FlushDenormals() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(before | (uint64_t{1} << 24)));
+  }
+  ~FlushDenormals() { __asm__ volatile("msr fpcr, %0" : : "r"(before)); }
 #endif
 };
 
 template <class A>
 struct Vec;
 
-#if defined(__AVX512F__)
-
-template <>
-struct Vec<float> {
-  using T = __m512;
-  static constexpr int W = 16;
-  static constexpr int ROWS = 14;  // rows of the register block: 14 x 2 vectors = 28 accumulators of 32
-  static PARTITA_INLINE T load(const float* p) { return _mm512_loadu_ps(p); }
-  static PARTITA_INLINE void store(float* p, T a) { _mm512_storeu_ps(p, a); }
-  static PARTITA_INLINE T set(float x) { return _mm512_set1_ps(x); }
-  static PARTITA_INLINE T add(T a, T b) { return _mm512_add_ps(a, b); }
-  static PARTITA_INLINE T sub(T a, T b) { return _mm512_sub_ps(a, b); }
-  static PARTITA_INLINE T mul(T a, T b) { return _mm512_mul_ps(a, b); }
-  static PARTITA_INLINE T div(T a, T b) { return _mm512_div_ps(a, b); }
-  static PARTITA_INLINE T fma(T a, T b, T c) { return _mm512_fmadd_ps(a, b, c); }
-  // Of two operands, one NaN, the second is returned: max(bound, x) keeps a NaN x.
-  static PARTITA_INLINE T max(T a, T b) { return _mm512_maskz_max_ps(0xffff, a, b); }
-  template <int HALF>
-  static PARTITA_INLINE __m256 half(T a) {
-    return _mm256_castpd_ps(_mm512_maskz_extractf64x4_pd(0xf, _mm512_castps_pd(a), HALF));
-  }
-  static PARTITA_INLINE float reduce_sum(T a) {
-    const __m256 h = _mm256_add_ps(half<0>(a), half<1>(a));
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
-  }
-  static PARTITA_INLINE float reduce_max(T a) {
-    const __m256 h = _mm256_max_ps(half<0>(a), half<1>(a));
-    __m128 b = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
-  }
-  static PARTITA_INLINE int count_greater(T a, T b) { return __builtin_popcount(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)); }
-  // x < y ? a : b, per lane
-  static PARTITA_INLINE T where_less(T x, T y, T a, T b) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), b, a);
-  }
-  // x = n + r with n an integer: r, and p * 2^n, exactly 0 at x = FLOOR and, where UNDERFLOWS_TO_ZERO, at any finite x
-  // below it. scalef rounds down by itself, so r is in [0, 1).
-  static constexpr bool UNDERFLOWS_TO_ZERO = true, ROUNDS_DOWN = true;
-  static constexpr float FLOOR = -1000.0f;
-  static PARTITA_INLINE T fraction(T x) { return _mm512_maskz_reduce_ps(0xffff, x, 1); }
-  static PARTITA_INLINE T times_power_of_two(T p, T x) { return _mm512_maskz_scalef_ps(0xffff, p, x); }
-  static PARTITA_INLINE T interleave_low(T a, T b) {
-    return _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
-  }
-  static PARTITA_INLINE T interleave_high(T a, T b) {
-    return _mm512_permutex2var_ps(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31),
-                                  b);
-  }
-};
-
-template <>
-struct Vec<double> {
-  using T = __m512d;
-  static constexpr int W = 8;
-  static constexpr int ROWS = 14;
-  static PARTITA_INLINE T load(const double* p) { return _mm512_loadu_pd(p); }
-  static PARTITA_INLINE void store(double* p, T a) { _mm512_storeu_pd(p, a); }
-  static PARTITA_INLINE T set(double x) { return _mm512_set1_pd(x); }
-  static PARTITA_INLINE T add(T a, T b) { return _mm512_add_pd(a, b); }
-  static PARTITA_INLINE T sub(T a, T b) { return _mm512_sub_pd(a, b); }
-  static PARTITA_INLINE T mul(T a, T b) { return _mm512_mul_pd(a, b); }
-  static PARTITA_INLINE T div(T a, T b) { return _mm512_div_pd(a, b); }
-  static PARTITA_INLINE T fma(T a, T b, T c) { return _mm512_fmadd_pd(a, b, c); }
-  static PARTITA_INLINE T max(T a, T b) { return _mm512_maskz_max_pd(0xff, a, b); }
-  static PARTITA_INLINE double reduce_sum(T a) {
-    const __m256d h = _mm256_add_pd(_mm512_maskz_extractf64x4_pd(0xf, a, 0), _mm512_maskz_extractf64x4_pd(0xf, a, 1));
-    const __m128d b = _mm_add_pd(_mm256_castpd256_pd128(h), _mm256_extractf128_pd(h, 1));
-    return _mm_cvtsd_f64(_mm_add_sd(b, _mm_unpackhi_pd(b, b)));
-  }
-  static PARTITA_INLINE double reduce_max(T a) {
-    const __m256d h = _mm256_max_pd(_mm512_maskz_extractf64x4_pd(0xf, a, 0), _mm512_maskz_extractf64x4_pd(0xf, a, 1));
-    const __m128d b = _mm_max_pd(_mm256_castpd256_pd128(h), _mm256_extractf128_pd(h, 1));
-    return _mm_cvtsd_f64(_mm_max_sd(b, _mm_unpackhi_pd(b, b)));
-  }
-  static PARTITA_INLINE int count_greater(T a, T b) { return __builtin_popcount(_mm512_cmp_pd_mask(a, b, _CMP_GT_OQ)); }
-  static PARTITA_INLINE T where_less(T x, T y, T a, T b) {
-    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(x, y, _CMP_LT_OQ), b, a);
-  }
-  static constexpr bool UNDERFLOWS_TO_ZERO = true;
-  static constexpr double MAGIC = 6755399441055744.0, FLOOR = -5000.0;
-  static PARTITA_INLINE T nearest(T x) { return sub(add(x, set(MAGIC)), set(MAGIC)); }
-  static PARTITA_INLINE T fraction(T x) { return sub(x, nearest(x)); }
-  static PARTITA_INLINE T times_power_of_two(T p, T x) { return _mm512_maskz_scalef_pd(0xff, p, nearest(x)); }
-  static PARTITA_INLINE T interleave_low(T a, T b) {
-    return _mm512_permutex2var_pd(a, _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), b);
-  }
-  static PARTITA_INLINE T interleave_high(T a, T b) {
-    return _mm512_permutex2var_pd(a, _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15), b);
-  }
-};
-
-#elif defined(__AVX2__) && defined(__FMA__)
-
-template <>
-struct Vec<float> {
-  using T = __m256;
-  static constexpr int W = 8;
-  static constexpr int ROWS = 6;  // 6 x 2 vectors = 12 accumulators of 16
-  static PARTITA_INLINE T load(const float* p) { return _mm256_loadu_ps(p); }
-  static PARTITA_INLINE void store(float* p, T a) { _mm256_storeu_ps(p, a); }
-  static PARTITA_INLINE T set(float x) { return _mm256_set1_ps(x); }
-  static PARTITA_INLINE T add(T a, T b) { return _mm256_add_ps(a, b); }
-  static PARTITA_INLINE T sub(T a, T b) { return _mm256_sub_ps(a, b); }
-  static PARTITA_INLINE T mul(T a, T b) { return _mm256_mul_ps(a, b); }
-  static PARTITA_INLINE T div(T a, T b) { return _mm256_div_ps(a, b); }
-  static PARTITA_INLINE T fma(T a, T b, T c) { return _mm256_fmadd_ps(a, b, c); }
-  static PARTITA_INLINE T max(T a, T b) { return _mm256_max_ps(a, b); }
-  static PARTITA_INLINE float reduce_sum(T a) {
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
-  }
-  static PARTITA_INLINE float reduce_max(T a) {
-    __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
-  }
-  static PARTITA_INLINE int count_greater(T a, T b) {
-    return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ))));
-  }
-  static PARTITA_INLINE T where_less(T x, T y, T a, T b) {
-    return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_LT_OQ));
-  }
-  // The low bits of x + MAGIC hold n + 127: shifted to the exponent they are 2^n, and exactly 0 at n = -127.
-  static constexpr bool UNDERFLOWS_TO_ZERO = false, ROUNDS_DOWN = false;
-  static constexpr float MAGIC = 12582912.0f + 127.0f, FLOOR = -127.0f;
-  static PARTITA_INLINE T fraction(T x) { return sub(x, sub(add(x, set(MAGIC)), set(MAGIC))); }
-  static PARTITA_INLINE T times_power_of_two(T p, T x) {
-    return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(add(x, set(MAGIC))), 23)));
-  }
-  static PARTITA_INLINE T interleave_low(T a, T b) {
-    const T x = _mm256_unpacklo_ps(a, b), y = _mm256_unpackhi_ps(a, b);
-    return _mm256_permute2f128_ps(x, y, 0x20);
-  }
-  static PARTITA_INLINE T interleave_high(T a, T b) {
-    const T x = _mm256_unpacklo_ps(a, b), y = _mm256_unpackhi_ps(a, b);
-    return _mm256_permute2f128_ps(x, y, 0x31);
-  }
-};
-
-template <>
-struct Vec<double> {
-  using T = __m256d;
-  static constexpr int W = 4;
-  static constexpr int ROWS = 6;
-  static PARTITA_INLINE T load(const double* p) { return _mm256_loadu_pd(p); }
-  static PARTITA_INLINE void store(double* p, T a) { _mm256_storeu_pd(p, a); }
-  static PARTITA_INLINE T set(double x) { return _mm256_set1_pd(x); }
-  static PARTITA_INLINE T add(T a, T b) { return _mm256_add_pd(a, b); }
-  static PARTITA_INLINE T sub(T a, T b) { return _mm256_sub_pd(a, b); }
-  static PARTITA_INLINE T mul(T a, T b) { return _mm256_mul_pd(a, b); }
-  static PARTITA_INLINE T div(T a, T b) { return _mm256_div_pd(a, b); }
-  static PARTITA_INLINE T fma(T a, T b, T c) { return _mm256_fmadd_pd(a, b, c); }
-  static PARTITA_INLINE T max(T a, T b) { return _mm256_max_pd(a, b); }
-  static PARTITA_INLINE double reduce_sum(T a) {
-    const __m128d b = _mm_add_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
-    return _mm_cvtsd_f64(_mm_add_sd(b, _mm_unpackhi_pd(b, b)));
-  }
-  static PARTITA_INLINE double reduce_max(T a) {
-    const __m128d b = _mm_max_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
-    return _mm_cvtsd_f64(_mm_max_sd(b, _mm_unpackhi_pd(b, b)));
-  }
-  static PARTITA_INLINE int count_greater(T a, T b) {
-    return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_pd(_mm256_cmp_pd(a, b, _CMP_GT_OQ))));
-  }
-  static PARTITA_INLINE T where_less(T x, T y, T a, T b) {
-    return _mm256_blendv_pd(b, a, _mm256_cmp_pd(x, y, _CMP_LT_OQ));
-  }
-  static constexpr bool UNDERFLOWS_TO_ZERO = false;
-  static constexpr double MAGIC = 6755399441055744.0 + 1023.0, FLOOR = -1023.0;
-  static PARTITA_INLINE T fraction(T x) { return sub(x, sub(add(x, set(MAGIC)), set(MAGIC))); }
-  static PARTITA_INLINE T times_power_of_two(T p, T x) {
-    return _mm256_mul_pd(p, _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(add(x, set(MAGIC))), 52)));
-  }
-  static PARTITA_INLINE T interleave_low(T a, T b) {
-    return _mm256_permute2f128_pd(_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b), 0x20);
-  }
-  static PARTITA_INLINE T interleave_high(T a, T b) {
-    return _mm256_permute2f128_pd(_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b), 0x31);
-  }
-};
-
-#else
-
-// Portable: fixed-size arrays that any compiler turns into its own 128-bit vectors. Multiplication and addition round
-// separately (the build sets -ffp-contract=off), as `fma` below does, so that equal scores stay equal.
-template <class A, class I, int BITS, int BIAS>
-struct Plain {
-  static constexpr int W = 16 / static_cast<int>(sizeof(A));
-  static constexpr int ROWS = 6;
-  typedef A T __attribute__((vector_size(16)));
-  typedef I M __attribute__((vector_size(16)));
-  static PARTITA_INLINE T load(const A* p) {
-    T r;
-    std::memcpy(&r, p, 16);
-    return r;
-  }
-  static PARTITA_INLINE void store(A* p, T a) { std::memcpy(p, &a, 16); }
-  static PARTITA_INLINE T set(A x) { return x - T{}; }
-  static PARTITA_INLINE T add(T a, T b) { return a + b; }
-  static PARTITA_INLINE T sub(T a, T b) { return a - b; }
-  static PARTITA_INLINE T mul(T a, T b) { return a * b; }
-  static PARTITA_INLINE T div(T a, T b) { return a / b; }
-  static PARTITA_INLINE T fma(T a, T b, T c) { return a * b + c; }
-  static PARTITA_INLINE T max(T a, T b) { return a > b ? a : b; }
-  static PARTITA_INLINE A reduce_sum(T a) {
-    A s = a[0];
-    for (int i = 1; i < W; ++i) s += a[i];
-    return s;
-  }
-  static PARTITA_INLINE A reduce_max(T a) {
-    A s = a[0];
-    for (int i = 1; i < W; ++i) s = a[i] > s ? a[i] : s;
-    return s;
-  }
-  static PARTITA_INLINE int count_greater(T a, T b) {
-    int n = 0;
-    for (int i = 0; i < W; ++i) n += a[i] > b[i];
-    return n;
-  }
-  static PARTITA_INLINE T where_less(T x, T y, T a, T b) { return x < y ? a : b; }
-  static constexpr A MAGIC = (sizeof(A) == 4 ? A(12582912.0) : A(6755399441055744.0)) + BIAS, FLOOR = -BIAS;
-  static constexpr bool UNDERFLOWS_TO_ZERO = false, ROUNDS_DOWN = false;
-  static PARTITA_INLINE T fraction(T x) { return x - ((x + MAGIC) - MAGIC); }
-  static PARTITA_INLINE T times_power_of_two(T p, T x) {
-    const T t = x + MAGIC;
-    M m;
-    std::memcpy(&m, &t, 16);
-    m = m << BITS;
-    T e;
-    std::memcpy(&e, &m, 16);
-    return p * e;
-  }
-  static PARTITA_INLINE T interleave_low(T a, T b) {
-    T r;
-    for (int i = 0; i < W / 2; ++i) {
-      r[2 * i] = a[i];
-      r[2 * i + 1] = b[i];
-    }
-    return r;
-  }
-  static PARTITA_INLINE T interleave_high(T a, T b) {
-    T r;
-    for (int i = 0; i < W / 2; ++i) {
-      r[2 * i] = a[W / 2 + i];
-      r[2 * i + 1] = b[W / 2 + i];
-    }
-    return r;
-  }
-};
-template <>
-struct Vec<float> : Plain<float, uint32_t, 23, 127> {};
-template <>
-struct Vec<double> : Plain<double, uint64_t, 52, 1023> {};
-
-#endif
-
 }  // namespace PARTITA_ISA
 }  // namespace partita
+
+#if defined(__AVX512F__)
+#include "simd_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__)
+#include "simd_avx2.h"
+#elif defined(PARTITA_NEON)
+#include "simd_neon.h"
+#else
+#include "simd_portable.h"
+#endif

@@ -7,4 +7,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 cmake -B build/arm -S native -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
   -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DPARTITA_CHECK=ON
 cmake --build build/arm --parallel 2
-qemu-aarch64 -L /usr/aarch64-linux-gnu build/arm/partita_check
+for isa in neon baseline; do
+  PARTITA_ISA=$isa qemu-aarch64 -L /usr/aarch64-linux-gnu build/arm/partita_check
+done

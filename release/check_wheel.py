@@ -46,6 +46,10 @@ def check(wheel: Path) -> list[str]:
         sources = [name for name in names if name.endswith((".cpp", ".h")) or name.startswith(("tests/", "docs/"))]
         if sources:
             wrong.append(f"{wheel.name} holds sources: {', '.join(sources[:5])}")
+        own = wheel.name.split("-")[0]
+        others = sorted({top for name in names if not (top := name.split("/")[0]).startswith(f"{own}-")} - {own})
+        if others:
+            wrong.append(f"{wheel.name} holds more than {own}: {', '.join(others)}")
         for name in libraries:
             library = Path(files.extract(name, folder))
             links = {one for one in needed(library) if not LOADER.fullmatch(one)}

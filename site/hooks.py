@@ -24,9 +24,9 @@ ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
 from equations import is_equation, typeset  # noqa: E402
-from studies import study_pages  # noqa: E402
 
 from partita.lab import draw  # noqa: E402
+from studies import study_pages  # noqa: E402
 
 # pages of the root -> their place on the site
 ROOTED = {
@@ -40,7 +40,17 @@ ROOTED = {
 SECTIONS = {
     "Tutorial": ["tutorial/", "notebooks.md", "notebook/"],
     "How do I": ["howto/"],
-    "Guides": ["watch.md", "nn.md", "hf.md", "adapters.md", "choosing-a-loss.md", "distributed.md", "findings.md", "*"],
+    "Guides": [
+        "watch.md",
+        "nn.md",
+        "positions.md",
+        "hf.md",
+        "adapters.md",
+        "choosing-a-loss.md",
+        "distributed.md",
+        "findings.md",
+        "*",
+    ],
     "Reference": ["conventions.md", "reference/", "statements.md"],
     "Why": ["explain/"],
     "Studies": ["studies.md", "study/", "errata.md", "log.md"],
@@ -82,7 +92,7 @@ def public_modules() -> dict[str, list[str]]:
 
     for name in partita.theory.__all__:
         thing = getattr(partita.theory, name)
-        if inspect.ismodule(thing) and name != "errata":
+        if inspect.ismodule(thing):
             listed = [n for n in getattr(thing, "__all__", ()) if callable(getattr(thing, n))]
             if listed:
                 found[thing.__name__] = listed

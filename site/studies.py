@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from partita.lab.experiments import find, names
+from partita_studies.experiments import find, names
 
 __all__ = ["study_pages"]
 

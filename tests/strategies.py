@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import partita
-from partita import reference
+from tests import reference
 
 SIZES = (1, 2, 3, 7, 13)
 INF = float("inf")

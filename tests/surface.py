@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import partita
-from partita import attn, contrastive, metrics, nn, scale, support
+from partita import attn, contrastive, metrics, nn, scale, score, support
 
 SIZES = {"batch": 2, "heads": 4, "few": 2, "n_query": 5, "n_key": 6, "dim": 4, "dim_value": 3, "rows": 5, "classes": 7}
 
@@ -108,6 +108,7 @@ call("attention_divergence", lambda g: partita.attention_divergence(*g.qkv()[:2]
 call("Gibbs.mean", lambda g: g.gibbs().mean(g.real("batch", "heads", "n_key", "dim_value"))[0])
 call("Gibbs.sample", lambda g: g.gibbs().sample(g.seed()))
 call("Gibbs.top_log_prob", lambda g: g.gibbs().top_log_prob(2))
+call("Gibbs.gaps", lambda g: g.gibbs().gaps([0.0, 0.5, 2.0]))
 call("Gibbs.top", lambda g: g.gibbs().top(2))
 call("divergence", lambda g: partita.divergence(g.gibbs(), g.gibbs()))
 call("divergence, js and a softcap", lambda g: partita.divergence(g.gibbs(softcap=2.0), g.gibbs(), "js", beta=0.3))
@@ -158,6 +159,9 @@ POLICIES: dict[str, Callable[[Given], scale.Policy]] = {
     "KappaLog": lambda g: scale.KappaLog(2.0),
     "LogLength": lambda g: scale.LogLength(16),
     "SqrtLogLength": lambda g: scale.SqrtLogLength(16),
+    "CriticalScale": lambda g: scale.CriticalScale(16, (0.5, 1.0, 2.0, 0.0)),
+    "Llama4Temperature": lambda g: scale.Llama4Temperature(3),
+    "YarnTemperature": lambda g: scale.YarnTemperature(4.0),
     "Mixed": lambda g: scale.Mixed(),
     "MaxLength": lambda g: scale.MaxLength(100),
     "CalibratedLog": lambda g: scale.CalibratedLog(64, 2.0),
@@ -170,6 +174,16 @@ for name, made in POLICIES.items():
     if name != "TargetEntropy":
         call(f"scale.{name}, counts", lambda g, made=made: made(g)(g.index(9, "heads", "n_query"), 8))
         call(f"scale.{name}.fold", lambda g, made=made: made(g).fold(g.qkv()[0], g.index(9, "heads", "n_query")))
+
+SCORES: dict[str, Callable[[Given], score.Score]] = {
+    "Cosine": lambda g: score.Cosine(),
+    "SquaredDistance": lambda g: score.SquaredDistance(),
+    "Distance": lambda g: score.Distance(1.0),
+    "Bilinear": lambda g: g.module(score.Bilinear, SIZES["dim"], SIZES["dim"]),
+    "Additive": lambda g: g.module(score.Additive, SIZES["dim"], SIZES["dim"], 5),
+}
+for name, made in SCORES.items():
+    call(f"score.{name}", lambda g, made=made: g.gibbs(score=made(g)).stats())
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
@@ -218,8 +232,22 @@ call("top_k_attention", lambda g: attn.top_k_attention(*g.qkv(), 2))
 call("hard_attention", lambda g: attn.hard_attention(*g.qkv()))
 call("gumbel_attention", lambda g: attn.gumbel_attention(*g.qkv(), generator=g.seed()))
 call("l1_attention", lambda g: attn.l1_attention(*g.qkv(), is_causal=True))
+call("l1_attention, statistics", lambda g: attn.l1_attention(*g.qkv(), return_stats=True))
+call("sigmoid_attention", lambda g: attn.sigmoid_attention(*g.qkv(), is_causal=True, return_stats=True))
+call("linear_attention", lambda g: attn.linear_attention(*g.qkv(), return_state=True))
+call("linear_attention, causal", lambda g: attn.linear_attention(*g.qkv(self_attention=True), is_causal=True, chunk=4))
+call("entropy_penalty", lambda g: attn.entropy_penalty(g.gibbs().stats(), [0.1, -0.2, 0.3, 0.0]))
 call("mean_entropy", lambda g: attn.mean_entropy(g.gibbs().stats()))
 call("rotary", lambda g: attn.rotary(g.qkv()[0]))
+TURNS = {
+    "Rotary": attn.Rotary(), "NTK": attn.NTK(4.0), "Interpolated": attn.Interpolated(4.0), "YaRN": attn.YaRN(4.0, 8),
+    "PartialRotary": attn.PartialRotary(0.5), "NoPositions": attn.NoPositions(), "Clipped": attn.Clipped(2),
+}  # fmt: skip
+for name, turns in TURNS.items():
+    call(
+        f"rotary_attention, {name}",
+        lambda g, turns=turns: attn.rotary_attention(*g.qkv(), turns, is_causal=True, return_stats=True),
+    )
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
@@ -278,8 +306,11 @@ call(
 )
 call("focal_loss", lambda g: partita.focal_loss(*g.logits(), alpha=g.plain("classes").abs()))
 for on in ("probabilities", "logits"):
+    call(f"brier_loss, {on}", lambda g, on=on: partita.brier_loss(*g.logits(), on=on))
     call(f"mse_loss, {on}", lambda g, on=on: partita.mse_loss(*g.logits(), on=on))
     call(f"mae_loss, {on}", lambda g, on=on: partita.mae_loss(*g.logits(), on=on))
+call("gaussian_nll_loss", lambda g: partita.gaussian_nll_loss(*g.pairs(), g.plain("rows", "dim").exp()))
+call("laplace_nll_loss", lambda g: partita.laplace_nll_loss(*g.pairs(), 0.5, reduction="none"))
 call(
     "nce_loss",
     lambda g: partita.nce_loss(g.real("rows"), g.real("rows", "few"), g.plain("rows"), g.plain("rows", "few")),
@@ -376,6 +407,7 @@ call(
 )
 call("nn.CrossEntropyLoss", lambda g: g.module(nn.CrossEntropyLoss, label_smoothing=0.1)(*g.logits()))
 call("nn.FocalLoss", lambda g: g.module(nn.FocalLoss)(*g.logits()))
+call("nn.BrierLoss", lambda g: g.module(nn.BrierLoss)(*g.logits()))
 call("nn.MSELoss", lambda g: g.module(nn.MSELoss)(*g.logits()))
 call("nn.MAELoss", lambda g: g.module(nn.MAELoss)(*g.logits()))
 call(

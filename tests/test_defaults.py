@@ -19,7 +19,7 @@ FACTORIES = {
 }  # fmt: skip
 WHOLE = {"arange", "randint", "randperm"}  # whole numbers, whatever the default
 # Modules make their parameters where the default says, as torch does; lab and monitor are programs of their own.
-MAY_FOLLOW_THE_DEFAULT = ("nn", "lab", "monitor", "distributed", "adapters", "theory/errata")
+MAY_FOLLOW_THE_DEFAULT = ("nn", "lab", "monitor", "distributed", "adapters")
 
 
 @pytest.mark.parametrize("name", surface.CALLS)
@@ -49,8 +49,8 @@ def assert_same_bits(found, ordinary, default):
 # nothing, which follows the defaults as torch does.
 NO_CALLS = {
     "Bias", "ClassStats", "ContrastStats", "Exclusion", "LabelStats", "LossStats", "OtherLabel", "PairHook", "Policy",
-    "State", "Stats", "Support", "TopK", "alibi_slopes", "backend", "backends", "explain", "init_sharpness_",
-    "load_record", "qk_clip_", "replace_sdpa", "sinusoidal", "watch",
+    "Positions", "State", "Stats", "Support", "TopK", "alibi_slopes", "backend", "backends", "explain",
+    "init_sharpness_", "load_record", "qk_clip_", "replace_sdpa", "sinusoidal", "watch",
 }  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import importlib.util
+import itertools
 import pkgutil
 import re
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import partita
+import partita_studies
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -62,7 +65,8 @@ def test_code_blocks_run(page: Path) -> None:
 def modules() -> Iterator[str]:
     yield "partita"
     extras = {"partita.engine.backends.triton.kernels.": "triton", "partita.hf.cache": "transformers"}
-    for found in pkgutil.walk_packages(partita.__path__, "partita."):
+    walks = [pkgutil.walk_packages(each.__path__, f"{each.__name__}.") for each in (partita, partita_studies)]
+    for found in itertools.chain(*walks):
         needed = [extra for name, extra in extras.items() if found.name.startswith(name)]
         if needed and importlib.util.find_spec(needed[0]) is None:
             continue
@@ -133,7 +137,8 @@ def test_the_pages_are_reached_from_the_index() -> None:
 
 def test_every_environment_variable_is_documented() -> None:
     """What a variable changes, a reader must be able to find out: one of them loads a library."""
-    sources = [*Path(partita.__file__).parent.rglob("*.py"), *(ROOT / "native").glob("*.cpp")]
+    packages = [Path(each.__file__ or "").parent for each in (partita, partita_studies)]
+    sources = [*(path for each in packages for path in each.rglob("*.py")), *(ROOT / "native").glob("*.cpp")]
     read = re.compile(r"(?:environ(?:\.get\(|\[)|getenv\()\s*\"(PARTITA_\w+)\"")
     found = {variable for source in sources for variable in read.findall(source.read_text(encoding="utf-8"))}
     assert {"PARTITA_BACKEND", "PARTITA_ISA", "PARTITA_NATIVE_LIBRARY"} <= found
@@ -147,3 +152,37 @@ def test_a_wrong_result_in_a_page_is_noticed() -> None:
         run_block(">>> 1 + 1\n3\n", 1, "page", {})
     with pytest.raises(ZeroDivisionError):
         run_block("1 / 0\n", 1, "page", {})
+
+
+NAME = re.compile(r"(?<![\w./-])partita(?:\.[A-Za-z]\w*)+(?![\w/])")  # partita.record/1 is the name of a format
+
+
+def resolves(name: str, modules: set[str]) -> bool:
+    """A module, or an attribute of the longest part of the name that is one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        if (module := ".".join(parts[:end])) in modules:
+            try:
+                found: object = importlib.import_module(module)
+            except ImportError:
+                return True  # it needs a package that is not installed here
+            for part in parts[end:]:
+                found = getattr(found, part, None)
+            if found is not None:
+                return True
+    return False
+
+
+def test_names_in_docstrings_messages_and_pages_can_be_reached():
+    """`partita.watch.tensorboard` in a docstring, where watch is a function, helps nobody."""
+    told = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which speaks of names that were
+    texts = {str(page.relative_to(ROOT)): page.read_text() for page in told}
+    package = Path(partita.__file__).parent
+    modules = {".".join(p.relative_to(package.parent).with_suffix("").parts) for p in package.rglob("*.py")}
+    modules |= {name.removesuffix(".__init__") for name in modules}
+    for path in sorted(package.rglob("*.py")):
+        strings = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+        texts[str(path)] = "\n".join(s for s in strings if isinstance(s, str))
+    names = {name: where for where, text in texts.items() for name in NAME.findall(text)}
+    lost = {name: where for name, where in names.items() if not resolves(name, modules)}
+    assert not lost, lost

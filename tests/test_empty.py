@@ -18,12 +18,12 @@ REFUSED = {
     "batch": ("measure_sigma",),
     "heads": ("measure_sigma", "attention, grouped", "scale.ScalableSoftmax", "nn.ScalableSoftmax"),
     "few": ("attention, grouped", "nce_loss", "nn.NCELoss"),
-    "dim": ("rotary", "info_nce_loss, queue"),
+    "dim": ("rotary", "info_nce_loss, queue", "score.Bilinear", "score.Additive"),
     "rows": ("fit_temperature", "uniformity"),
     "classes": (
-        "linear_cross_entropy", "cross_entropy", "focal_loss", "mse_loss", "mae_loss", "fit_temperature",
+        "linear_cross_entropy", "cross_entropy", "focal_loss", "brier_loss", "mse_loss", "mae_loss", "fit_temperature",
         "top_k_accuracy", "mean_reciprocal_rank", "perplexity", "expected_calibration_error", "Gibbs.weighted_nll",
-        "nn.CrossEntropyLoss", "nn.FocalLoss", "nn.MSELoss", "nn.MAELoss",
+        "nn.CrossEntropyLoss", "nn.FocalLoss", "nn.BrierLoss", "nn.MSELoss", "nn.MAELoss",
     ),
 }  # fmt: skip
 

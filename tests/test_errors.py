@@ -132,6 +132,16 @@ CASES = {
     ),
     "a window that is no number": (lambda: support.window("a", 1), DtypeError, ["window", "left", "str"]),
     "negative k": (lambda: GIBBS(q(2, 3), q(5, 3)).top(-1), ValueRangeError, ["k", "-1"]),
+    "a negative edge": (lambda: GIBBS(q(2, 3), q(5, 3)).gaps([1.0, -0.5]), ValueRangeError, ["edges", "-0.5"]),
+    "an edge that is nan": (lambda: GIBBS(q(2, 3), q(5, 3)).gaps([math.nan]), ValueRangeError, ["edges", "nan"]),
+    "one edge that is no sequence": (lambda: GIBBS(q(2, 3), q(5, 3)).gaps(1.0), DtypeError, ["edges", "1.0"]),
+    "edges that are no numbers": (lambda: GIBBS(q(2, 3), q(5, 3)).gaps(["far"]), DtypeError, ["edges", "far"]),
+    "edges of the wrong kind": (
+        lambda: GIBBS(q(2, 3), q(5, 3)).gaps(torch.tensor([True])),
+        DtypeError,
+        ["edges", "bool"],
+    ),
+    "edges in a matrix": (lambda: GIBBS(q(2, 3), q(5, 3)).gaps(q(2, 2)), ShapeError, ["edges", "(2, 2)", "1-D"]),
     "unknown reduction": (
         lambda: partita.linear_cross_entropy(q(2, 3), q(5, 3), torch.tensor([0, 1]), reduction="median"),
         ValueRangeError,
@@ -142,11 +152,6 @@ CASES = {
     "two targets of a policy": (lambda: scale.TargetEntropy(entropy=1.0, width=2.0), ValueRangeError, ["one of", "2"]),
     "no target of a policy": (lambda: scale.TargetEntropy(), ValueRangeError, ["one of"]),
     "a fraction above one": (lambda: scale.TargetEntropy(fraction=1.5), ValueRangeError, ["fraction", "1.5"]),
-    "a solved policy with a bias": (
-        lambda: GIBBS(q(2, 3), q(5, 3), bias=q(2, 5), scale=scale.TargetEntropy(entropy=1.0)),
-        ValueRangeError,
-        ["bias", "monotone"],
-    ),
     "temperature zero": (
         lambda: partita.info_nce_loss(q(4, 3), q(4, 3), temperature=0.0),
         ValueRangeError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import QUESTIONS, parse
-from benchmarks.memory import fitted_exponent, peak_of
+from benchmarks.memory import fitted_exponent
+from benchmarks.peak import peak_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +35,61 @@ def test_the_tour_tells_the_whole_story() -> None:
     for part in ("classification", "contrast", "attention", "length", "merge", "memory"):
         assert part in out.lower(), f"the tour does not speak of {part}"
     assert not re.search(r"\bnan\b", out)
+
+
+def test_the_tour_does_not_begin_with_a_warning_of_torchs(tmp_path: Path) -> None:
+    """torch warns where numpy is missing; the tour is started so that a newcomer's first line is another one."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
+    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.endswith("examples/tour.py"))
+    options = shlex.split(line)[1:-1]  # between python and the script
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    said = subprocess.run(
+        [sys.executable, *options, "-c", "import torch, partita; torch.zeros(1)"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert said.returncode == 0 and said.stderr == "", said.stderr
+
+
+def test_make_says_what_it_is_doing() -> None:
+    """Before each thing that takes its time: what it is, and pip is not told to be quiet without a word of ours."""
+    done = subprocess.run(
+        ["make", "-n", "-B", "demo", "VENV=nowhere"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    slow = [i for i, line in enumerate(lines) if "pip install" in line or line.rstrip().endswith("partita demo")]
+    assert len(slow) >= 3, done.stdout
+    for i in slow:
+        assert "echo" in lines[i] or "echo" in lines[i - 1], lines[i]
+
+
+def test_a_small_model_is_trained_further_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_SMALL_MODEL", str(tmp_path / "one"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import small_causal_model as small
+
+    for name, value in (("WIDTH", 16), ("HEADS", 2), ("LAYERS", 1), ("BATCH", 2), ("LENGTH", 16), ("EVERY", 2)):
+        monkeypatch.setattr(small, name, value)
+    monkeypatch.setattr(small, "RATE", 1e-3)
+    whole = small.train(4, tmp_path / "one")
+    assert torch.equal(small.trained().embed.weight, whole.embed.weight)
+    step = torch.optim.AdamW.step
+    calls = []
+
+    def stop(self, *args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        small.train(4, tmp_path / "two")
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    again = small.train(4, tmp_path / "two")
+    for name, parameter in again.state_dict().items():
+        assert torch.equal(parameter, whole.state_dict()[name]), name
+    assert (tmp_path / "one" / "held_out.txt").stat().st_size > 1000
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import partita
+import partita_studies
 
+PACKAGES = (partita, partita_studies)
 E = inspect.Parameter.empty
 
 # name -> (positional parameters with defaults, keyword-only parameters with defaults); E has no default
@@ -58,13 +60,30 @@ SIGNATURES = {
             "normalize": True,
             "symmetric": False,
             "return_stats": False,
+            "group": None,
         },
     ),
+    "clip_loss": (
+        {"image_features": E, "text_features": E, "logit_scale": E, "logit_bias": None},
+        {"return_stats": False, "group": None},
+    ),
+    "nt_xent_loss": ({"out0": E, "out1": E}, {"temperature": 0.5}),
+    "supcon_loss": ({"embeddings": E, "labels": E}, {"temperature": 0.1, "ref_emb": None, "ref_labels": None}),
+    "divergence": ({"p": E, "q": E, "kind": "forward"}, {"beta": 0.5}),
+    "watch": ({"model": E}, {"every": 1, "rows": None, "layers": None}),
+    "control.QKClip": ({"model": E, "threshold": E}, {}),
+    "hf.logit_free": ({"model": E}, {}),
+    "nn.init_sharpness_": ({"module": E}, {"entropy": None, "sigma": None}),
     "solve_scale": ({"query": E, "key": E}, {"entropy": None, "width": None, "support": None, "bias": None}),
     "support.causal": ({"align": "top-left"}, {}),
     "support.window": ({"left": E, "right": E}, {}),
     "support.lengths": ({"key_lengths": E}, {}),
     "support.segments": ({"q_ids": E, "k_ids": E}, {}),
+    "support.mask": ({"keep": E}, {}),
+    "support.strided": ({"stride": E, "window": 0}, {}),
+    "support.dilated": ({"step": E, "left": E, "right": E}, {}),
+    "support.blocks": ({"block": E, "layout": E}, {}),
+    "support.global_tokens": ({"positions": E}, {}),
     "support.not_self": ({}, {}),
     "support.all": ({}, {}),
     "scale.InverseSqrt": ({}, {}),
@@ -82,7 +101,7 @@ SIGNATURES = {
     "scale.from_temperature": ({"temperature": E}, {}),
 }
 # Names whose required parameter may have a default as well.
-RELAXED = {("support.segments", "k_ids")}
+RELAXED = {("support.segments", "k_ids"), ("control.QKClip", "threshold")}
 
 GIBBS_METHODS = {
     "log_partition": (),
@@ -99,9 +118,22 @@ GIBBS_METHODS = {
     "stats": (),
     "sample": ("generator",),
     "top": ("k",),
+    "gaps": ("edges",),
+    "received": ("weight",),
+    "min_score": (),
+    "argmax": (),
+    "argmin": (),
     "probs": (),
     "state": ("value",),
 }
+# Names of the contract whose signatures it leaves open, or to torch.
+NAMES = [
+    *("cross_entropy", "focal_loss", "mse_loss", "nce_loss", "fit_temperature", "merge", "backend", "explain"),
+    *(f"nn.{name}" for name in ("MultiheadAttention", "EntropyInvariantAttention", "LinearCrossEntropyLoss")),
+    *(f"nn.{name}" for name in ("InfoNCELoss", "FocalLoss", "NCELoss")),
+    *(f"monitor.Watch.{name}" for name in ("frame", "findings", "coverage", "save", "report")),
+    *("control.QKClip.step", "control.QKClip.max_scores", "scale.Policy.fold"),
+]
 
 
 def find(name: str) -> object:
@@ -131,6 +163,17 @@ def test_signatures_are_the_contract(name):
 def test_methods_of_gibbs_are_the_contract(name):
     parameters = list(inspect.signature(getattr(partita.Gibbs, name)).parameters)
     assert tuple(parameters[1 : 1 + len(GIBBS_METHODS[name])]) == GIBBS_METHODS[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_names_of_the_contract_are_there(name):
+    assert find(name) is not None
+
+
+def test_statistics_are_the_contract():
+    assert issubclass(partita.Stats, tuple)
+    known = ("log_partition", "entropy", "mean_score", "score_variance", "max_score", "visible")
+    assert partita.Stats._fields == known
 
 
 def test_public_is_what_all_lists():
@@ -179,8 +222,8 @@ def test_every_export_has_an_oracle(name):
 
 
 def modules() -> list[str]:
-    """Every module of the package, but the library, which is none, and what needs packages that may not be here."""
-    found = [module.name for module in pkgutil.walk_packages(partita.__path__, "partita.")]
+    """Every module of both packages, but the library, which is none, and what needs packages that may not be here."""
+    found = [m.name for package in PACKAGES for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     optional = ("partita.hf", "partita.adapters", "partita.__main__", "partita.engine.backends.triton.kernels")
     return [name for name in found if not name.endswith(".libpartita_native") and not name.startswith(optional)]
 
@@ -190,11 +233,8 @@ def test_what_a_module_lists_is_there(name):
     """`__all__` of every module holds names that exist, each once; a public package has one."""
     loaded = importlib.import_module(name)
     listed = getattr(loaded, "__all__", None)
-    if (
-        name.count(".") == 1
-        and not name.rsplit(".", 1)[-1].startswith("_")
-        and name not in ("partita.lab", "partita.reference")
-    ):
+    program = name == "partita.lab" or name.startswith("partita_studies")
+    if name.count(".") == 1 and not name.rsplit(".", 1)[-1].startswith("_") and not program:
         assert listed is not None, f"{name} has no __all__"
     for one in listed or ():
         assert hasattr(loaded, one), f"{name}.{one}"
@@ -250,7 +290,6 @@ def test_importing_starts_nothing_and_compiles_nothing():
         "heavy = [m for m in new if m.split('.')[0] in ('numpy', 'scipy', 'matplotlib', 'transformers', 'triton')]\n"
         "assert not heavy, heavy\n"
         "assert not [m for m in new if m.startswith(('torch._dynamo', 'torch._inductor'))]\n"
-        "assert 'partita.reference' not in sys.modules\n"
     )
     assert done.stdout == ""
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import partita
-from partita import reference
 from partita.engine.backends.tiled import tile_shape
+from tests import reference
 from tests.strategies import INF, catalogue, problem
 from tests.tolerances import assert_exact, assert_same_statistics
 

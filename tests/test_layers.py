@@ -1,4 +1,4 @@
-"""Imports go down, and nothing but tests and benchmarks imports the oracle."""
+"""Imports go down; the package knows nothing of its studies, nor of the tests' oracle."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 import partita
+import partita_studies
+from tests import reference
 
 SOURCE = Path(partita.__file__).parent
+STUDIES = Path(partita_studies.__file__).parent
 KERNELS = SOURCE / "engine/backends/triton/kernels"  # what Triton compiles
 
 # Each part of the package and how high it stands; a file may import what is strictly lower, and its own part.
 LAYERS = {
     "errors": 0,
-    "reference": 0,
     "_overrides": 0,
     "_checks": 1,
     "precision": 1,
@@ -24,6 +26,7 @@ LAYERS = {
     "terms": 2,
     "support": 2,
     "scale": 2,
+    "score": 2,
     "engine": 3,
     "solve": 4,
     "gibbs": 4,
@@ -129,15 +132,16 @@ def test_the_order_says_nothing_that_is_not_there():
     assert used >= BESIDE, BESIDE - used
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_nothing_imports_the_oracle(path):
-    if part_of(path) != "reference":
-        assert "reference" not in [target for target, _, _ in imports(ast.parse(path.read_text()))]
+def test_the_package_knows_its_studies_in_one_place():
+    """The command line asks for them where they are installed, and the doctor says whether they are."""
+    knowing = {str(path.relative_to(SOURCE)) for path in files() if "partita_studies" in path.read_text()}
+    assert knowing == {"lab/cli.py", "lab/doctor.py"}
+    assert (SOURCE / "lab/cli.py").read_text().count("partita_studies") == 2  # asked for, and imported
 
 
 def test_the_oracle_imports_torch_alone():
     modules = set()
-    for node in ast.walk(ast.parse((SOURCE / "reference.py").read_text())):
+    for node in ast.walk(ast.parse(Path(reference.__file__).read_text())):
         if isinstance(node, ast.Import):
             modules |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -205,7 +209,9 @@ FOREIGN |= {"_torchdynamo_orig_backend", "_clone_with_backend"}  # of torch.comp
 FOREIGN |= {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}  # functions that a graph may call
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+@pytest.mark.parametrize(
+    "path", [*files(), *sorted(STUDIES.rglob("*.py"))], ids=lambda path: f"{path.parent.name}/{path.name}"
+)
 def test_no_file_uses_a_private_name_of_another(path):
     """`x._name` is defined in the file that says it; a private name that others need is a missing public one."""
     tree = ast.parse(path.read_text())
@@ -216,6 +222,6 @@ def test_no_file_uses_a_private_name_of_another(path):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
             of_torch = ast.unparse(node).startswith(("torch._C.", "torch.ops."))
             assert of_torch or node.attr in own | FOREIGN, f"{path.name}:{node.lineno} uses {ast.unparse(node)}"
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("partita."):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("partita.", "partita_studies.")):
             private = [alias.name for alias in node.names if alias.name.startswith("_")]
             assert not private, f"{path.name}:{node.lineno} imports {private}"

@@ -134,9 +134,9 @@ DISTILLED = """
     [
         # the matrix would take 256 MB; the gradients of the operands take 4
         pytest.param(RECEIVED, (8192, 64, 8192), 64, id="received"),
-        # both matrices would take 256 MB; the gradients take 8.5, a chunk of both score matrices 40
-        pytest.param(DIVERGENCE, (1024, 64, 32768), 96, id="divergence"),
-        pytest.param(DISTILLED, (1024, 64, 32768), 96, id="distillation"),
+        # both matrices would take 256 MB; the gradients take 8.5, a chunk of both score matrices 16
+        pytest.param(DIVERGENCE, (1024, 64, 32768), 64, id="divergence"),
+        pytest.param(DISTILLED, (1024, 64, 32768), 64, id="distillation"),
     ],
 )
 def test_margins_hold_nothing_of_the_size_of_the_matrix(body, size, limit, backend):

@@ -17,8 +17,8 @@ import partita
 ROOT = Path(__file__).parents[1]
 
 
-def pyproject_version() -> str:
-    found = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+def pyproject_version(folder: Path = ROOT) -> str:
+    found = re.search(r'^version = "(.+)"$', (folder / "pyproject.toml").read_text(), re.MULTILINE)
     assert found
     return found.group(1)
 
@@ -48,7 +48,7 @@ def test_the_wheel_ships_types_and_licence_but_no_sources(installed: importlib.m
     assert any(f.endswith("licenses/LICENSE") for f in files)
     left_over = [f for f in files if f.endswith((".cpp", ".h", ".hpp", "CMakeLists.txt"))]
     assert not left_over
-    assert not [f for f in files if f.split("/")[0] in ("tests", "benchmarks", "docs", "examples")]
+    assert not [f for f in files if f.split("/")[0] in ("tests", "benchmarks", "docs", "examples", "partita_studies")]
 
 
 def test_types_are_marked_as_shipped() -> None:
@@ -64,6 +64,14 @@ def test_one_version_everywhere() -> None:
     newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest
     assert newest.group(1) == version
+
+
+def test_the_studies_are_of_the_same_version() -> None:
+    if not (ROOT / "studies").is_dir():
+        pytest.skip("a wheel is tested, without the rest of the repository")
+    version = pyproject_version()
+    assert pyproject_version(ROOT / "studies") == version
+    assert f'dependencies = ["partita=={version}"]' in (ROOT / "studies" / "pyproject.toml").read_text()
 
 
 def test_the_installed_version_is_the_same(installed: importlib.metadata.Distribution) -> None:
@@ -82,7 +90,7 @@ def test_every_installed_package_is_pinned(installed: importlib.metadata.Distrib
     # Not all of sys.path: setuptools carries copies of others inside itself.
     here = importlib.metadata.distributions(path=[sysconfig.get_path("purelib")])
     names = {d.metadata["Name"].lower().replace("_", "-") for d in here}
-    own = {"partita", "pip", "wheel", "triton"}
+    own = {"partita", "partita-studies", "pip", "wheel", "triton"}
     assert not {n for n in names - pinned - own if not n.startswith(("nvidia-", "cuda-"))}
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import partita
-from partita import reference, scale, support
+from partita import scale, support
+from tests import reference
 from tests.strategies import catalogue, problem
 from tests.tolerances import assert_exact
 

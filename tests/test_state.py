@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import partita
-from partita import State, reference
+from partita import State
 from partita.engine.state import raw_gradients
 from partita.errors import PartitaError
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import INF, problem, problems
 from tests.tolerances import assert_exact, assert_same_statistics

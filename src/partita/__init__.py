@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from partita import monitor as monitor
     from partita import nn as nn
     from partita import scale as scale
+    from partita import score as score
     from partita import support as support
     from partita import theory as theory
     from partita._signatures import clip_loss as clip_loss
@@ -50,8 +51,11 @@ if TYPE_CHECKING:
     from partita.interception import replace_sdpa as replace_sdpa
     from partita.losses import ClassStats as ClassStats
     from partita.losses import LossStats as LossStats
+    from partita.losses import brier_loss as brier_loss
     from partita.losses import distillation_loss as distillation_loss
     from partita.losses import focal_loss as focal_loss
+    from partita.losses import gaussian_nll_loss as gaussian_nll_loss
+    from partita.losses import laplace_nll_loss as laplace_nll_loss
     from partita.losses import linear_distillation_loss as linear_distillation_loss
     from partita.losses import mae_loss as mae_loss
     from partita.losses import mse_loss as mse_loss
@@ -74,6 +78,7 @@ _HOME = {
     "attention_divergence": "attn",
     "backend": "engine",
     "backends": "engine.backends",
+    "brier_loss": "losses",
     "clip_loss": "contrastive",
     "cross_entropy": "losses",
     "distillation_loss": "losses",
@@ -81,8 +86,10 @@ _HOME = {
     "explain": "gibbs",
     "fit_temperature": "calibration",
     "focal_loss": "losses",
+    "gaussian_nll_loss": "losses",
     "info_nce_loss": "contrastive",
     "joint_loss": "contrastive",
+    "laplace_nll_loss": "losses",
     "linear_cross_entropy": "losses",
     "linear_distillation_loss": "losses",
     "load_record": "monitor",
@@ -112,6 +119,7 @@ _MODULES = (
     "monitor",
     "nn",
     "scale",
+    "score",
     "support",
     "theory",
 )

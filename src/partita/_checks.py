@@ -19,6 +19,7 @@ __all__ = [
     "check_bool",
     "check_classes",
     "check_device",
+    "check_edges",
     "check_float",
     "check_heads",
     "check_index_dtype",
@@ -106,11 +107,11 @@ def check_device(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None
             )
 
 
-def check_pair(query: Tensor, key: Tensor) -> None:
-    """Query and key can be compared."""
+def check_pair(query: Tensor, key: Tensor, *, alike: bool = True) -> None:
+    """Query and key can be compared; `alike`: by an inner product, which takes as many features of both."""
     check_matrix("query", query)
     check_matrix("key", key)
-    if query.shape[-1] != key.shape[-1]:
+    if alike and query.shape[-1] != key.shape[-1]:
         raise ShapeError(
             f"query and key must share their last dim; got query {shape_text(query)} and key {shape_text(key)}. "
             f"Project key to {query.shape[-1]} features, or query to {key.shape[-1]}."
@@ -249,6 +250,18 @@ def check_whole(name: str, number: object, *, least: int = -(1 << 63)) -> None:
     if not fine:
         floor = "" if least < 0 else f", at least {least}" if least else ", not negative"
         raise ValueRangeError(f"{name} must be a whole number{floor}; got {number!r}.")
+
+
+def check_edges(edges: Tensor) -> None:
+    """A vector of numbers that are not negative; +inf may be one of them."""
+    example = "Give one number per distance below the row's maximum: gaps([0.0, 1.0, 2.0])."
+    if edges.dim() != 1:
+        raise ShapeError(f"edges must be a sequence of numbers or a 1-D tensor; got {shape_text(edges)}. {example}")
+    if edges.is_complex() or edges.dtype == torch.bool:
+        raise DtypeError(f"edges must be real numbers; got {edges.dtype}. {example}")
+    if has_values(edges) and bool((~(edges >= 0)).any()):
+        wrong = edges[~(edges >= 0)][0].item()
+        raise ValueRangeError(f"edges must be numbers that are not negative; got {wrong!r} among them. {example}")
 
 
 def check_reduction(reduction: str) -> None:

@@ -112,5 +112,5 @@ def _pair(p: Gibbs, q: Gibbs) -> tuple[Request, Request]:
 def _ungrouped(p: Gibbs) -> Gibbs:
     groups = p.request().groups
     key = p.key.repeat_interleave(groups, -3) if groups > 1 else p.key
-    options = {"support": p.support, "softcap": p.softcap, "cap_bias": p.cap_bias}
+    options = {"support": p.support, "softcap": p.softcap, "cap_bias": p.cap_bias, "score": p.score}
     return Gibbs(p.query, key, scale=p.scale, bias=p.bias, **options)  # type: ignore[arg-type]

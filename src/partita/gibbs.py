@@ -5,25 +5,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from partita._checks import broadcast, check_rows, check_whole
+from partita._checks import broadcast, check_pair, check_rows, check_whole
 from partita.engine import State, Stats
 from partita.engine import explain as explain_request
 from partita.engine.axes import split_heads
 from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import attention as plain_attention
 from partita.engine.execute import both_ways, execute, sample, scores, top, weighted_nll
+from partita.engine.execute import gaps as count_gaps
 from partita.engine.execute import received as column_sums
+from partita.engine.pairs import Pairs
 from partita.engine.request import Request, build, extend
 from partita.engine.sums import Sums
 from partita.engine.terms import Term
 from partita.errors import DtypeError, ValueRangeError
 from partita.precision import output_dtype
 from partita.scale import Policy, TargetEntropy
-from partita.solve import as_mask, solve_scale
+from partita.score import InnerProduct, Score
+from partita.solve import as_mask, only_hides, solve_scale
 from partita.support import Support
 from partita.support.base import check_support
 
@@ -35,6 +39,7 @@ class _Passes(dict[str, tuple[tuple[object, ...], Sums]]):
 
     target: Tensor | None = None  # the one the "target" pass has read
     request: tuple[tuple[object, ...], Request] | None = None
+    features: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
     scale: float | Tensor = 1.0
 
 
@@ -56,6 +61,8 @@ class Gibbs:
     bias: broadcastable to (..., n_query, n_key); -inf hides a key.
     grouped: query has a multiple of key's heads, (..., heads, n, dim).
     cap_bias: the bias is added before the softcap instead of after it.
+    score: what stands in the place of <query, key>: an object of `partita.score`, or any callable that gives the scores
+        (..., q, k) of a tile of queries and a tile of keys. A module's parameters get their gradients.
     """
 
     def __init__(
@@ -69,8 +76,10 @@ class Gibbs:
         softcap: float | None = None,
         grouped: bool = False,
         cap_bias: bool = False,
+        score: Score | None = None,
     ):
         check_support(support)
+        _check_sharpens(query, bias, scale)
         self.query = query
         self.key = key
         self.bias = bias
@@ -78,8 +87,12 @@ class Gibbs:
         self.softcap = softcap
         self.grouped = grouped
         self.cap_bias = cap_bias
+        self.score = score
+        self._pairs = None if score is None or isinstance(score, InnerProduct) else Pairs.of(score)
         self._given = 1.0 if scale is None else scale
         self._passes = _Passes()
+        if self._pairs is not None and not torch.compiler.is_compiling():
+            self._pairs.check(self._build(1.0))
         self.request()  # every mistake is reported here, before anything is computed
 
     # ---- how sharp -------------------------------------------------------------------------------------------------
@@ -97,10 +110,12 @@ class Gibbs:
         if isinstance(policy, TargetEntropy):
             if self.softcap is not None:
                 raise ValueRangeError("TargetEntropy takes no softcap: it solves for the scale of plain scores.")
-            if self.bias is not None:
+            if self.bias is not None and only_hides(self.bias):
                 self.support, self.bias = as_mask(self.bias, self.support), None
             entropy = policy.target(self._visible())
-            return solve_scale(self.query, self.key, entropy=entropy, support=self.support, grouped=self.grouped)
+            given: Any = {"support": self.support, "bias": self.bias, "grouped": self.grouped, "score": self.score}
+            solved: Tensor = solve_scale(self.query, self.key, entropy=entropy, **given)
+            return solved
         return policy(self._visible(), self.query.shape[-1], self.query)
 
     def _visible(self) -> Tensor:
@@ -115,10 +130,29 @@ class Gibbs:
 
     # ---- the pass --------------------------------------------------------------------------------------------------
 
+    def _features(self) -> tuple[Tensor, Tensor]:
+        """What is compared: query and key, or what the score makes of both; made again like a pass."""
+        prepare = getattr(self.score, "features", None)
+        if prepare is None:
+            return self.query, self.key
+        check_pair(self.query, self.key, alike=False)
+        if torch.compiler.is_compiling():
+            made: tuple[Tensor, Tensor] = prepare(self.query, self.key)
+            return made
+        known = self._passes.features
+        if known is None or known[0] != self._stamp():
+            made = prepare(self.query, self.key)
+            self._passes.features = known = self._stamp(), made
+            passes = weakref.ref(self._passes)
+            for node in (x.grad_fn for x in made if x.grad_fn is not None):
+                node.register_prehook(lambda _: _forget(passes))
+        return known[1]
+
     def _build(self, scale: float | Tensor, batch: Sequence[int] = ()) -> Request:
+        query, key = self._features()
         return build(
-            self.query,
-            self.key,
+            query,
+            key,
             scale=scale,
             bias=self.bias,
             support=self.support,
@@ -126,6 +160,7 @@ class Gibbs:
             cap_bias=self.cap_bias,
             grouped=self.grouped,
             batch=batch,
+            pairs=self._pairs,
         )
 
     def request(self) -> Request:
@@ -142,7 +177,7 @@ class Gibbs:
 
     def _stamp(self, target: Tensor | None = None) -> tuple[object, ...]:
         """What a cached pass depends on besides this object: the grad mode, and whether a tensor was written to."""
-        learned = tuple(self._given.parameters()) if isinstance(self._given, torch.nn.Module) else ()
+        learned = tuple(p for x in (self._given, self.score) if isinstance(x, torch.nn.Module) for p in x.parameters())
         bound = () if self.support is None else self.support.tensors()
         given = (self.query, self.key, self.bias, self._given, target, *learned, *bound)
         versions = (t._version for t in given if isinstance(t, Tensor) and not t.is_inference())
@@ -155,6 +190,7 @@ class Gibbs:
         *,
         rank: bool = False,
         statistics: bool = True,
+        variance: bool = True,
         mean: bool = False,
         extremes: bool = False,
     ) -> Sums:
@@ -162,11 +198,12 @@ class Gibbs:
 
         rank: how many keys score above the target.
         statistics: the moments of the score; without them the state knows log Z alone.
+        variance: the second of them; without it the variance is nan, and a GPU saves a third of the arithmetic.
         mean: E[value] in place of the moment it comes from.
         extremes: the smallest score, and the keys of the largest and of the smallest.
         """
         ready = self.request()
-        asked = {"rank": rank, "statistics": statistics, "mean": mean, "extremes": extremes}
+        asked = {"rank": rank, "statistics": statistics, "variance": variance, "mean": mean, "extremes": extremes}
         request = extend(ready, value=value, target=target, **asked)
         if request is None:  # the value or the target brings batch dimensions of its own
             rows = [t.shape[:-tail] for t, tail in ((value, 2), (target, 1)) if t is not None]
@@ -178,7 +215,7 @@ class Gibbs:
             self._forget_after_backward(sums)
             if extremes and request.batch == ready.batch:
                 self._passes["extremes"] = (self._stamp(), sums)
-            if statistics and request.batch == ready.batch:
+            if request.level == 2 and request.batch == ready.batch:
                 self._passes["rows"] = (self._stamp(), sums)
                 if target is not None:
                     self._passes["target"] = (self._stamp(target), sums)
@@ -375,7 +412,7 @@ class Gibbs:
         check_whole("k", k, least=0)
         request = self.request()
         score, index = top(request, k)
-        given = (self.query, self.key, self.bias, self.scale)
+        given = (request.query, request.key, self.bias, self.scale, *(self._pairs.parameters if self._pairs else ()))
         if torch.is_grad_enabled() and [1 for t in given if isinstance(t, Tensor) and t.requires_grad]:
             again = _score_at(request, index.clamp(min=0))
             score = torch.where(index >= 0, again, score)
@@ -391,6 +428,21 @@ class Gibbs:
         level = torch.where(self._rows().empty(), 0.0, self.log_partition())
         return score - level[..., None], index
 
+    def gaps(self, edges: Sequence[float] | Tensor) -> Tensor:  # (..., n_query, len(edges)) int64
+        """How many visible keys score within each edge of the row's maximum: how many compete with the best.
+
+            gaps_ie = #{ j : max_k score_ik - score_ij <= edge_e }
+
+        The maximum itself counts, so a row that sees something has at least 1; 0 on an empty support, and where a
+        visible score is nan. Edges may be in any order, +inf among them counts every visible key. No gradient
+        (M-COL-5).
+
+        >>> Gibbs(torch.ones(1, 1), torch.tensor([[5.0], [4.0], [4.0], [1.0]])).gaps([0.0, 1.0, 10.0])
+        tensor([[1, 3, 4]])
+        """
+        request = self.request()
+        return request.ungroup(count_gaps(request, edges), 1)
+
     def probs(self) -> Tensor:  # (..., n_query, n_key)
         """The whole matrix p(j|i): dense, n_query * n_key numbers. For small problems and for looking at."""
         request = self.request()
@@ -401,7 +453,8 @@ class Gibbs:
         return (p.flatten(-4, -3) if request.groups > 1 else p).to(self.query.dtype)
 
     def __repr__(self) -> str:
-        given = {"scale": self._given, "bias": self.bias, "support": self.support, "softcap": self.softcap}
+        given: dict[str, object] = {"scale": self._given, "bias": self.bias, "support": self.support}
+        given |= {"softcap": self.softcap, "score": self.score}
         more = "".join(
             f", {name}={tuple(value.shape) if isinstance(value, Tensor) else value!r}"
             for name, value in given.items()
@@ -410,11 +463,22 @@ class Gibbs:
         return f"Gibbs(query={tuple(self.query.shape)}, key={tuple(self.key.shape)}, dtype={self.query.dtype}{more})"
 
 
+def _check_sharpens(query: Tensor, bias: Tensor | None, scale: object) -> None:
+    """A scale multiplies <query, key> and not the bias: where all scores came as a bias it would do nothing."""
+    nothing = isinstance(query, Tensor) and query.dim() > 0 and query.shape[-1] == 0
+    if nothing and bias is not None and isinstance(scale, Policy):
+        raise ValueRangeError(
+            f"{scale!r} would do nothing: a scale multiplies the scores of query and key, which have no features here, "
+            f"and not the bias. Multiply the scores by policy(visible, dim)[..., None] before they are given as bias, "
+            f"or give what makes them as score=."
+        )
+
+
 def _forget(passes: weakref.ref[_Passes]) -> None:
     known = passes()
     if known is not None:
         known.clear()
-        known.request = known.target = None
+        known.request = known.target = known.features = None
 
 
 def _score_at(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
@@ -427,8 +491,11 @@ def _score_at(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
     key = request.key.expand(*batch, *request.key.shape[-2:]).to(request.dtype)
     flat = index.reshape(*batch, n * k, 1).expand(*batch, n * k, key.shape[-1])
     chosen = key.gather(-2, flat).unflatten(-2, (n, k))
-    query = request.query.to(request.dtype) * request.scale[..., None]
-    score = (query[..., None, :] * chosen).sum(-1)
+    query = request.query.to(request.dtype)
+    if request.pairs is None:
+        score = ((query * request.scale[..., None])[..., None, :] * chosen).sum(-1)
+    else:
+        score = request.pairs(query[..., None, :], chosen).squeeze(-2) * request.scale[..., None]
     bias = None
     if request.bias is not None:
         bias = request.bias.expand(*batch, n, request.n_key).gather(-1, index).to(score.dtype)

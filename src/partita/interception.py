@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from partita.attn import attention
 from partita.scale import Policy
 
-__all__ = ["SDPA", "SOFTMAX", "Patch", "Wrapper", "replace_sdpa"]
+__all__ = ["SDPA", "SOFTMAX", "Patch", "Wrapper", "named", "replace_sdpa"]
+
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of attention, torch's or partita's, by their names."""
+    return dict(zip(_SDPA, args, strict=False)) | kwargs
 
 
 class Wrapper:
@@ -113,6 +120,15 @@ class Patch:
                 self._installed = None
                 if getattr(self.owner, self.name) is now.call:
                     setattr(self.owner, self.name, now.found)
+
+    @contextmanager
+    def around(self, function: Callable[..., Any]) -> Iterator[None]:
+        """For a moment this thread's calls go through the function."""
+        wrapper = self.add(function)
+        try:
+            yield
+        finally:
+            self.remove(wrapper)
 
     def each(self, look: Callable[[Callable[..., Any]], None]) -> None:
         """Show what stands in the patched place, where something does."""

@@ -105,6 +105,7 @@ def brier_score(gibbs: Gibbs, target: Tensor) -> Tensor:  # (..., n_query)
         softcap=None if gibbs.softcap is None else 2 * gibbs.softcap,
         grouped=gibbs.grouped,
         cap_bias=gibbs.cap_bias,
+        score=gibbs.score,
     )
     nll = gibbs.nll(target)
     twice = (sharper.log_partition() - 2 * gibbs.log_partition()).exp()

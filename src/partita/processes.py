@@ -26,15 +26,14 @@ from torch import Tensor
 from partita.engine import State
 from partita.engine.sums import Sums
 from partita.engine.visibility import Visibility
-from partita.errors import BackendError
 from partita.gibbs import Gibbs
-from partita.rows import reduce_rows
+from partita.rows import in_row_blocks, reduce_rows
 from partita.support import Support
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ALONE", "Fact", "Pass", "PerRow", "Processes", "View", "check_alone", "processes_of"]
+__all__ = ["ALONE", "Fact", "Pass", "PerRow", "Processes", "View", "processes_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +152,9 @@ class Processes:
         """The sums of rows that every rank holds, where each holds a slice of the keys; states are merged.
 
         target: a key of this rank's slice; where `here` is False the row's target is elsewhere.
+        rank: with the ranks come both ends of every row, named by their keys in the whole.
         """
-        return gibbs.reduce(target=target, rank=rank, statistics=statistics)
+        return gibbs.reduce(target=target, rank=rank, statistics=statistics, extremes=rank)
 
     def both_ways(
         self, query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None, target: Tensor
@@ -176,6 +176,18 @@ class Processes:
             target = torch.full((len(rows),), key.shape[0], dtype=torch.int64, device=rows.device)
             return Gibbs(rows, longer, support=_own(asked, key)).target_rank(target)
 
+    def ask_all(
+        self, ask: Callable[..., Tensor], rows: Tensor, key: Tensor, shared: Sequence[Tensor]
+    ) -> Tensor:  # (n,)
+        """The sum over the keys of all ranks of ask(rows, their numbers, keys, their numbers, *shared).
+
+        The partner of a row is the key of its rank with its number. Rows and keys are asked in the dtype of `shared`:
+        gradients of half-precision vectors are added up, then rounded once.
+        """
+        own, numbers = (torch.arange(len(x), device=x.device) for x in (rows, key))
+        rows, key = (x.to(shared[0].dtype) for x in (rows, key))
+        return in_row_blocks(ask, [rows, own], [key, numbers, *shared], len(key))
+
 
 ALONE = Processes()
 
@@ -196,9 +208,3 @@ def processes_of(group: object | None) -> Processes:
         return ALONE
     found: Processes = importlib.import_module("partita.distributed.ranks").Ranks.of(group)
     return found
-
-
-def check_alone(name: str, group: object | None) -> None:
-    """Raise where a function has no form across processes."""
-    if group is not None:
-        raise BackendError(f"{name} has no form over a torch.distributed group; leave group None.")

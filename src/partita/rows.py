@@ -9,8 +9,9 @@ Everything here is a function of row vectors that the engine has already reduced
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ __all__ = [
     "ClassStats",
     "LossStats",
     "among_all_rows",
+    "and_fields",
     "blank_ignored",
     "check_unit",
     "in_row_blocks",
@@ -38,20 +40,12 @@ _AT_ONCE = 1 << 20  # scores held at a time by a function that is applied to a f
 _SMALL = 1 << 18  # below this many scores nothing is recomputed: torch.func and second derivatives stay open
 
 
-class _LossFields(NamedTuple):
-    log_partition: Tensor
-    entropy: Tensor
-    mean_score: Tensor
-    score_variance: Tensor
-    max_score: Tensor
-    visible: Tensor
-    target_rank: Tensor  # int64: how many keys score higher than the target
-    correct: Tensor  # bool: none does
-    confidence: Tensor  # the largest probability
-    nll: Tensor  # -log p(target), before weights and smoothing
+def and_fields(stats: type[Stats], *names: str) -> Any:
+    """A tuple with the fields of these statistics and more: what a wider kind of them is built on."""
+    return namedtuple("and_fields", (*stats._fields, *names))
 
 
-class LossStats(_LossFields, Stats):  # type: ignore[misc]  # two tuples whose first six fields agree
+class LossStats(and_fields(Stats, "target_rank", "correct", "confidence", "nll"), Stats):  # type: ignore[misc]
     """The row statistics of `Stats`, and what a pass with a target knows besides.
 
     A row that was ignored is like an empty one: log_partition and max_score -inf, visible 0, rank -1, the rest 0; so it
@@ -60,27 +54,18 @@ class LossStats(_LossFields, Stats):  # type: ignore[misc]  # two tuples whose f
 
     __slots__ = ()
     __repr__ = Stats.__repr__
+    target_rank: Tensor  # int64: how many keys score higher than the target
+    correct: Tensor  # bool: none does
+    confidence: Tensor  # the largest probability
+    nll: Tensor  # -log p(target), before weights and smoothing
 
 
-class _ClassFields(NamedTuple):
-    log_partition: Tensor
-    entropy: Tensor
-    mean_score: Tensor
-    score_variance: Tensor
-    max_score: Tensor
-    visible: Tensor
-    target_rank: Tensor
-    correct: Tensor
-    confidence: Tensor
-    nll: Tensor
-    predicted: Tensor  # int64: the class of the largest score, the first of those that tie
-
-
-class ClassStats(_ClassFields, LossStats):  # type: ignore[misc]  # tuples whose first fields agree
+class ClassStats(and_fields(LossStats, "predicted"), LossStats):  # type: ignore[misc]
     """`LossStats` of a classifier's rows, and the class it would choose; -1 where a row was ignored."""
 
     __slots__ = ()
     __repr__ = Stats.__repr__
+    predicted: Tensor  # int64: the class of the largest score, the first of those that tie
 
 
 _IGNORED = {"log_partition": -torch.inf, "max_score": -torch.inf, "target_rank": -1, "predicted": -1}  # the others: 0
@@ -91,7 +76,9 @@ def loss_stats(sums: Sums) -> LossStats:
     assert sums.rank is not None
     state = sums.state
     known = (*state.stats(), sums.rank, sums.rank == 0, state.confidence(), sums.nll())
-    return LossStats(*known) if sums.places is None else ClassStats(*known, sums.places[0])
+    if sums.places is None:
+        return LossStats(*known)  # type: ignore[call-arg]
+    return ClassStats(*known, sums.places[0])  # type: ignore[call-arg]
 
 
 def among_all_rows(stats: LossStats, kept: Tensor, shape: Sequence[int]) -> LossStats:

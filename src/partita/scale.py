@@ -26,9 +26,11 @@ from partita.support.base import check_support
 __all__ = [
     "CalibratedLog",
     "Constant",
+    "CriticalScale",
     "GaussianEntropy",
     "InverseSqrt",
     "KappaLog",
+    "Llama4Temperature",
     "LogLength",
     "MaxLength",
     "Mixed",
@@ -36,6 +38,7 @@ __all__ = [
     "ScalableSoftmax",
     "SqrtLogLength",
     "TargetEntropy",
+    "YarnTemperature",
     "from_temperature",
     "measure_sigma",
 ]
@@ -79,10 +82,18 @@ def _count(visible: Tensor | int, query: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class InverseSqrt(Policy):
-    """scale = 1 / sqrt(dim): attention's habit; knows nothing of length (M-SCL-1)."""
+    """scale = factor / sqrt(dim): attention's habit for factor = 1; knows nothing of length (M-SCL-1)."""
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor, zero=True)
+
+    def __repr__(self) -> str:
+        return f"InverseSqrt({'' if self.factor == 1.0 else self.factor})"
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
-        return torch.full_like(n, dim**-0.5)
+        return torch.full_like(n, self.factor * dim**-0.5)
 
 
 @dataclass(frozen=True)
@@ -113,7 +124,8 @@ class KappaLog(Policy):
 class LogLength(Policy):
     """scale = log(max(n, floor)) / log(reference) / sqrt(dim): 1/sqrt(dim) at the reference length (M-SCL-7).
 
-    The floor keeps rows with one or two keys from being flattened.
+    The floor keeps rows with one or two keys from being flattened; floor = reference is Qwen's log n attention, which
+    only ever sharpens: max(1, log n / log reference) / sqrt(dim).
 
     >>> LogLength(reference=512)(512, 64)  # 1 / sqrt(64)
     tensor(0.1250, dtype=torch.float64)
@@ -141,6 +153,94 @@ class SqrtLogLength(Policy):
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return (n.clamp(min=self.floor).log() / math.log(self.reference)).sqrt() / math.sqrt(dim)
+
+
+@dataclass(frozen=True)
+class Llama4Temperature(Policy):
+    """scale = (1 + attn_scale * log(1 + floor(n / floor_scale))) / sqrt(dim): the temperature of Llama 4's layers.
+
+    Arguments as in that model's config; n is position + 1 where all of the past is visible.
+
+    >>> Llama4Temperature(floor_scale=8192)(8191, 64)  # 1 / sqrt(64) below the first step
+    tensor(0.1250, dtype=torch.float64)
+    """
+
+    floor_scale: float = 8192
+    attn_scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_positive("floor_scale", self.floor_scale)
+        check_positive("attn_scale", self.attn_scale, zero=True)
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return (1 + self.attn_scale * torch.log1p(torch.floor(n / self.floor_scale))) / math.sqrt(dim)
+
+
+@dataclass(frozen=True)
+class YarnTemperature(Policy):
+    """scale = (0.1 log(factor) + 1)^2 / sqrt(dim): YaRN's temperature alone, whatever the positions do.
+
+    `attn.YaRN` has it already, in its queries and keys, unless told otherwise.
+
+    >>> YarnTemperature(1.0)(100, 64)
+    tensor(0.1250, dtype=torch.float64)
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        return torch.full_like(n, (0.1 * math.log(max(self.factor, 1.0)) + 1) ** 2 / math.sqrt(dim))
+
+
+@dataclass(frozen=True)
+class CriticalScale(Policy):
+    """scale = (log(max(n, floor)) / log(reference))^exponent / sqrt(dim): growing as the rows' critical scale does.
+
+    exponent: 1/2 for Gaussian scores (`SqrtLogLength`), 1 where one key has a margin (`LogLength`), or one per head, as
+    `CriticalScale.fit` finds them from critical scales measured at several lengths.
+
+    >>> CriticalScale(reference=16, exponent=2.0)(256, 64)  # (log 256 / log 16)^2 / sqrt(64)
+    tensor(0.5000, dtype=torch.float64)
+    """
+
+    reference: float
+    exponent: float | Sequence[float] = 0.5
+    floor: float = 4
+
+    def __post_init__(self) -> None:
+        _check_reference(self.reference)
+        each = self.exponent if isinstance(self.exponent, Sequence) else (self.exponent,)
+        for x in each:
+            if not (isinstance(x, (int, float)) and finite(x)):
+                raise ValueRangeError(f"exponent must be a finite number, or one per head; got {self.exponent!r}.")
+
+    @staticmethod
+    def fit(reference: float, lengths: Sequence[float], critical: Sequence[Sequence[float]]) -> CriticalScale:
+        """From critical scales (lengths, heads): the slope of log critical against log log n, for every head."""
+        if len(lengths) < 2 or len(lengths) != len(critical) or min(lengths) <= math.e:
+            raise ShapeError(f"fit needs critical scales of two lengths or more, all above 2; got lengths {lengths!r}.")
+        x = torch.tensor(lengths, dtype=torch.float64, device="cpu").log().log()
+        y = torch.tensor(critical, dtype=torch.float64, device="cpu").log()
+        if not (bool(torch.isfinite(y).all()) and x.std() > 0):
+            raise ValueRangeError("critical scales must be positive and finite, of lengths that differ.")
+        x = x - x.mean()
+        slope = (x[:, None] * y).sum(0) / (x * x).sum()
+        return CriticalScale(reference, tuple(slope.tolist()))
+
+    def multiplier(self, n: Tensor, dim: int) -> Tensor:
+        ratio = n.clamp(min=self.floor).log() / math.log(self.reference)
+        if not isinstance(self.exponent, Sequence):
+            return ratio**self.exponent / math.sqrt(dim)
+        if n.dim() >= 2 and n.shape[-2] not in (1, len(self.exponent)):
+            raise ShapeError(
+                f"CriticalScale has {len(self.exponent)} heads; the rows have {tuple(n.shape)}, heads second from the "
+                f"right."
+            )
+        exponent = torch.tensor(list(self.exponent), dtype=n.dtype, device=n.device)
+        return ratio ** exponent[:, None] / math.sqrt(dim)
 
 
 @dataclass(frozen=True)
@@ -172,18 +272,22 @@ class MaxLength(Policy):
 class CalibratedLog(Policy):
     """scale = kappa * log(n) / dim with kappa = dim / (sigma * sqrt(log reference)) (M-SCL-16).
 
-    For Gaussian scores the entropy is then stationary around n = reference, where it is log(reference) / 2.
+    For Gaussian scores the entropy is then stationary around n = reference, where it is log(reference) / 2. Under an
+    additive position bias kappa is smaller by sqrt(growth), growth the speed dH/d log n at which the bias alone widens
+    a row (`partita.theory.sharpness.bias_growth`); 1 without a bias.
     """
 
     reference: float
     sigma: float | Tensor
+    growth: float = 1.0
 
     def __post_init__(self) -> None:
         _check_reference(self.reference)
         _check_sigma(self.sigma)
+        check_positive("growth", self.growth, zero=True)
 
     def kappa(self, dim: int) -> float | Tensor:
-        return dim / (_number(self.sigma) * math.sqrt(math.log(self.reference)))
+        return dim / (_number(self.sigma) * math.sqrt(math.log(self.reference))) * math.sqrt(self.growth)
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return self.kappa(dim) * n.log() / dim

@@ -8,8 +8,10 @@ pass serves all rows. The derivative is that of the implicit function, so no ite
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, library
@@ -18,19 +20,49 @@ from partita import _checks
 from partita.engine import State
 from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import execute
+from partita.engine.pairs import Pairs
 from partita.engine.request import Request, build
-from partita.engine.terms import pack, unpack
+from partita.engine.terms import Term, pack, unpack
 from partita.errors import ShapeError, ValueRangeError
 from partita.precision import product
+from partita.score import InnerProduct, Score
 from partita.support import Support, mask
 from partita.support.base import check_support
 
-__all__ = ["as_mask", "solve_scale"]
+__all__ = ["as_mask", "only_hides", "solve_scale"]
 
 _STEPS = 80
+_SMALL = 1e-3
+_GRID = 31  # scales tried from _SMALL to _REACH: steps of a factor 1.7
 _REACH = 1e4  # the cap: scores spread over this many nats are as one-hot as they get
 
 
+@overload
+def solve_scale(
+    query: Tensor,
+    key: Tensor,
+    *,
+    entropy: float | Tensor | None = None,
+    width: float | Tensor | None = None,
+    support: Support | None = None,
+    bias: Tensor | None = None,
+    grouped: bool = False,
+    score: Score | None = None,
+    return_reached: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def solve_scale(
+    query: Tensor,
+    key: Tensor,
+    *,
+    entropy: float | Tensor | None = None,
+    width: float | Tensor | None = None,
+    support: Support | None = None,
+    bias: Tensor | None = None,
+    grouped: bool = False,
+    score: Score | None = None,
+    return_reached: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def solve_scale(
     query: Tensor,  # (..., n_query, dim)
     key: Tensor,  # (..., n_key, dim)
@@ -40,14 +72,23 @@ def solve_scale(
     support: Support | None = None,
     bias: Tensor | None = None,
     grouped: bool = False,
-) -> Tensor:  # (..., n_query)
+    score: Score | None = None,
+    return_reached: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # (..., n_query)
     """The scale per row at which the entropy of Gibbs(query, key, scale=...) is `entropy`, or log(width).
 
         H(scale_i * <query_i, .>) = entropy_i          d scale / d s_j = -scale p_j (s_j - E[s]) / Var[s]
 
     A target above log(visible) gives scale 0; one below the entropy of the tied maxima gives a large finite cap; both
-    without gradient. With a bias the entropy is not monotone in the scale, so a bias is refused unless it only hides
-    keys (0 and -inf).
+    without gradient.
+
+    With a bias, which no scale multiplies, the entropy is not monotone in the scale: it may pass the target several
+    times, or never (M-DER-4). Then the smallest scale at which it does is looked for, from 0 on in steps of a factor
+    1.7; where there is none, that of the nearest entropy seen is given, without gradient. A bias of 0 and -inf only
+    hides keys. Inside a graph no other is taken.
+
+    score: as for `Gibbs`.
+    return_reached: also give which rows have their target, (..., n_query) boolean.
 
     >>> s = solve_scale(torch.ones(1, 1), torch.tensor([[1.0], [0.0]]), entropy=0.5623)  # p = (3/4, 1/4): log 3
     >>> round(s.item(), 2)
@@ -56,20 +97,54 @@ def solve_scale(
     if (entropy is None) == (width is None):
         raise ValueRangeError("give exactly one of entropy (nats) and width (keys).")
     check_support(support)
-    if bias is not None:
-        support = as_mask(bias, support)
-    rows = build(query, key, support=support, grouped=grouped)
-    count = visible_keys(rows.terms, rows.n_query, rows.n_key, rows.batch, query.device).to(rows.dtype)
+    if bias is not None and only_hides(bias):
+        support, bias = as_mask(bias, support), None
+    prepare = getattr(score, "features", None)
+    if prepare is not None:
+        query, key = prepare(query, key)
+    pairs = None if score is None or isinstance(score, InnerProduct) else Pairs.of(score)
+    rows = build(query, key, support=support, grouped=grouped, pairs=pairs, bias=bias)
+    if pairs is not None:
+        if torch.compiler.is_compiling():
+            raise ValueRangeError("inside a graph a scale is solved for scores that are inner products, no others.")
+        pairs.check(rows)
+    terms = rows.terms
+    if rows.bias is not None:
+        shown = Term(mask=rows.bias != -torch.inf)
+        terms = tuple(term & shown for term in terms) or (shown,)
+    count = visible_keys(terms, rows.n_query, rows.n_key, rows.batch, query.device).to(rows.dtype)
     target = _target(entropy, width, rows.ungroup(count)).reshape(count.shape)
     split = replace(rows, groups=1)  # the heads of grouped queries stay apart, as the count has them
     solved, reached = _solve(split, target.detach(), count)
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or target.requires_grad):
+    given = (query, key, target, *(() if pairs is None else pairs.parameters), *(() if bias is None else (bias,)))
+    if torch.is_grad_enabled() and [t for t in given if t.requires_grad]:
         state = _at(split, solved)
-        slope = (state.score_variance() / solved.clamp(min=torch.finfo(solved.dtype).tiny)).detach()
+        if bias is None:
+            slope = (state.score_variance() / solved.clamp(min=torch.finfo(solved.dtype).tiny)).detach()
+        else:
+            slope = _slope(split, solved)
         miss = state.entropy() - target
         step = (miss - miss.detach()) / torch.where(reached, slope, torch.ones_like(slope))
         solved = solved + torch.where(reached, step, torch.zeros_like(step))
-    return rows.ungroup(solved)
+    found = rows.ungroup(solved)
+    return (found, rows.ungroup(reached)) if return_reached else found
+
+
+def only_hides(bias: Tensor) -> bool:
+    """Whether a bias is a mask, of 0 and -inf; inside a graph that is found out when it runs."""
+    if torch.compiler.is_compiling() or not _checks.has_values(bias):
+        return True
+    return bool(((bias == 0) | (bias == -torch.inf)).all())
+
+
+def _slope(rows: Request, scale: Tensor) -> Tensor:
+    """-dH / d scale of each row, where a bias is there: Cov[z, s] and no variance."""
+    with torch.enable_grad():
+        at = scale.detach().requires_grad_()
+        quiet = replace(rows, query=rows.query.detach(), key=rows.key.detach())
+        quiet = replace(quiet, bias=None if rows.bias is None else rows.bias.detach())
+        (grad,) = torch.autograd.grad(_at(quiet, at).entropy().sum(), at)
+    return -grad
 
 
 def as_mask(bias: Tensor, support: Support | None) -> Support:
@@ -82,8 +157,8 @@ def _shown(bias: Tensor) -> Tensor:
     if _checks.has_values(bias) and bool(((bias == 0) | (bias == -torch.inf)).all()):
         return bias == 0
     raise ValueRangeError(
-        "with a bias the entropy is not monotone in the scale, so no scale can be solved for; "
-        "hide keys with a support, or fold the bias into query and key."
+        "with a bias the entropy is not monotone in the scale, so no scale is solved for inside a graph; "
+        "hide keys with a support, or solve outside of the graph."
     )
 
 
@@ -106,6 +181,9 @@ def _check_least(given: Tensor, least: float, limit: str) -> None:
 
 def _score_deviation(rows: Request, n: Tensor) -> Tensor:
     """Standard deviation of each row's scores over all keys, from the keys' covariance: only a starting point."""
+    if rows.pairs is not None:  # at a small scale all keys weigh the same
+        found = (_at(rows, torch.full_like(n, _SMALL)).score_variance().sqrt() / _SMALL).nan_to_num(1.0, 1.0, 1.0)
+        return torch.where(found > 0, found, torch.ones_like(found))
     q, k = rows.query.to(n.dtype), rows.key.to(n.dtype).nan_to_num(0.0, 0.0, 0.0)
     if k.shape[-2] == 0:
         return torch.ones_like(n)
@@ -132,7 +210,49 @@ def _solve(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         scale, reached = torch.ops.partita.solve_scale(quiet.query, quiet.key, support, layout, target, n)
         return scale, reached
     with torch.no_grad():
+        if quiet.bias is not None:
+            return _search_with_bias(replace(quiet, bias=quiet.bias.detach()), target, n)
         return _search(quiet, target, n)
+
+
+def _search_with_bias(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest scale found at which the entropy passes the target, and whether there is one, row by row."""
+    sigma = _score_deviation(rows, n)
+    tolerance = 1e-10 if n.dtype == torch.float64 else 2e-6
+
+    def miss_at(scale: Tensor) -> Tensor:
+        return _at(rows, scale).entropy() - target
+
+    low = torch.zeros_like(n)
+    miss = miss_at(low)
+    best, least = low, miss.abs()
+    found = miss.abs() <= tolerance * (1 + target)
+    high, side = low, miss.sign()
+    waiting = ~found
+    edge = low
+    for step in torch.logspace(math.log10(_SMALL), math.log10(_REACH), _GRID, dtype=torch.float64).tolist():
+        here = step / sigma
+        miss = miss_at(here)
+        nearer = miss.abs() < least
+        best, least = torch.where(nearer, here, best), torch.where(nearer, miss.abs(), least)
+        passed = waiting & (miss.sign() != side)
+        low, high = torch.where(passed, edge, low), torch.where(passed, here, high)
+        waiting, edge = waiting & ~passed, here
+        if not bool(waiting.any()):
+            break
+    reached = ~waiting
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        miss = miss_at(torch.where(reached & ~found, middle, best))
+        close = miss.abs() <= tolerance * (1 + target)
+        nearer = reached & ~found & (miss.abs() < least)
+        best, least = torch.where(nearer, middle, best), torch.where(nearer, miss.abs(), least)
+        found = found | (reached & close) | miss.isnan()
+        if bool((found | ~reached).all()):
+            break
+        before = miss.sign() == side
+        low, high = torch.where(before, middle, low), torch.where(before, high, middle)
+    return best, reached
 
 
 def _search(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:

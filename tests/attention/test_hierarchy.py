@@ -9,7 +9,7 @@ import partita
 from partita import support
 from partita.attn import ALiBi, blockwise_attention, hierarchical_attention
 from partita.errors import ShapeError, ValueRangeError
-from partita.scale import LogLength
+from partita.scale import LogLength, TargetEntropy
 
 
 def make(n=23, d=4, batch=(2, 3)):
@@ -97,5 +97,29 @@ def test_mistakes_are_named():
         blockwise_attention(q, k, v, 0)
     with pytest.raises(ShapeError, match="as many queries"):
         hierarchical_attention(q[:5], k, v, 2)
-    with pytest.raises(ValueRangeError, match="summary"):
-        hierarchical_attention(q, k, v, 2, scale=LogLength())
+
+
+def test_a_policy_counts_the_keys_of_each_level():
+    n, block = 11, 4
+    q, k, v = make(n=n, batch=())
+    policy = LogLength(reference=16, floor=2)
+    own = torch.arange(n) // block
+    near = (own[:, None] == own) & (torch.arange(n)[:, None] >= torch.arange(n))
+    blocks = [list(range(b, min(b + block, n))) for b in range(0, n, block)]
+    keys, values = (torch.stack([x[b].mean(0) for b in blocks]) for x in (k, v))
+    far = torch.arange(3) < own[:, None]
+    scale = [policy(m.sum(-1), 4, q)[:, None] for m in (near, far)]
+    sizes = torch.tensor([float(len(b)) for b in blocks]).double().log()
+    scores = torch.cat(
+        [
+            (q @ k.mT * scale[0]).masked_fill(~near, -torch.inf),
+            (q @ keys.mT * scale[1] + sizes).masked_fill(~far, -torch.inf),
+        ],
+        -1,
+    )
+    want = scores.softmax(-1) @ torch.cat([v, values])
+    got, stats = hierarchical_attention(q, k, v, block, is_causal=True, scale=policy, return_stats=True)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(stats.log_partition, scores.logsumexp(-1))
+    with pytest.raises(ValueRangeError, match="two levels"):
+        hierarchical_attention(q, k, v, block, scale=TargetEntropy(entropy=1.0))

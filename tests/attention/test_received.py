@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import partita
-from partita import reference
 from partita.attn import ALiBi, alibi_slopes
 from partita.errors import ShapeError, ValueRangeError
+from tests import reference
 from tests.tolerances import assert_exact
 
 

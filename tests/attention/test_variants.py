@@ -1,4 +1,4 @@
-"""Top-k, hard, Gumbel, L1, pair hooks, positions: by their definitions (M-SPA-1..3, M-ATT-9, M-ATT-10)."""
+"""Top-k, hard, Gumbel, pair hooks, positions: by their definitions (M-SPA-1..3, M-ATT-9, M-ATT-10)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from partita.attn import (
     alibi_slopes,
     gumbel_attention,
     hard_attention,
-    l1_attention,
     mean_entropy,
     pair_attention,
     rotary,
@@ -158,18 +157,7 @@ def test_gumbel_takes_a_generator():
         gumbel_attention(q, k, v, 0.0)
 
 
-# ---- without exponentials, and pair by pair --------------------------------------------------------------------------
-
-
-def test_l1_attention_is_blind_to_scale(blocked):
-    q, k, v = make()
-    keep = torch.rand(7, 9) < 0.7
-    size = (q @ k.mT).abs() * keep
-    want = size / size.sum(-1, keepdim=True) @ v
-    torch.testing.assert_close(l1_attention(q, k, v, attn_mask=keep), want)
-    torch.testing.assert_close(l1_attention(q, k, v, attn_mask=keep, scale=37.0), want)
-    assert_same_gradients(l1_attention(q, k, v, attn_mask=keep), want, (q, k, v))
-    assert (l1_attention(q, k, v, attn_mask=torch.zeros(7, 9, dtype=torch.bool)) == 0).all()
+# ---- pair by pair --------------------------------------------------------------------------------------------------
 
 
 def test_a_pair_hook_multiplies_and_offsets_each_score(blocked):
@@ -278,3 +266,31 @@ def test_mean_entropy_leaves_out_rows_without_keys():
     keep = torch.tensor([True, False, True])[:, None].expand(3, 5)
     stats = partita.Gibbs(q, k, support=support.mask(keep)).stats()
     torch.testing.assert_close(mean_entropy(stats), stats.entropy[[0, 2]].mean())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_pairs_in_tiles_give_what_one_tile_gives(causal, monkeypatch):
+    """Forward, statistics and gradients; tiles above the diagonal are not made at all."""
+    from partita.attn import rows
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, n, d, dtype=torch.float64, requires_grad=True) for n, d in ((50, 4), (61, 4), (61, 3))]
+    bias = torch.randn(50, 61, dtype=torch.float64)
+    made = []
+
+    def hook(i, j):
+        made.append((int(i[0]), int(j[0])))
+        return ScaleInvariant()(i, j)
+
+    def run():
+        out, stats = pair_attention(*tensors, hook, is_causal=causal, bias=bias, return_stats=True)
+        return out, stats.entropy, *torch.autograd.grad((out.sin().sum() + stats.entropy.sum()), tensors)
+
+    whole = run()
+    monkeypatch.setattr(rows, "_CELLS", 2 * 16 * 16)
+    monkeypatch.setattr(rows, "_FEWEST", 16)
+    made.clear()
+    for a, b in zip(run(), whole, strict=True):
+        torch.testing.assert_close(a, b)
+    tiles = {(i, j) for i in range(0, 50, 16) for j in range(0, 61, 16)}
+    assert set(made) == {(i, j) for i, j in tiles if j <= i or not causal}

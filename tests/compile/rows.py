@@ -23,6 +23,7 @@ def row(name: str, function: Any) -> None:
 
 for read in ("received", "argmax", "argmin", "min_score"):
     row(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
+row("Gibbs.gaps, edges in a tensor", lambda g: g.gibbs().gaps(g.plain("few").abs()))
 row("Gibbs.top_log_prob", lambda g: g.gibbs().top_log_prob(2))
 row("divergence", lambda g: partita.divergence(g.gibbs(), g.gibbs(), "js", beta=0.3))
 row("attention_divergence", lambda g: partita.attention_divergence(*g.qkv()[:2], *g.qkv()[:2], is_causal=True))
@@ -144,7 +145,7 @@ CHANCE = {"Gibbs.sample", "attention, dropout", "gumbel_attention", "gumbel_atte
 
 # ---- which row shows which public name -------------------------------------------------------------------------------
 
-MODULES = ("attn", "contrastive", "engine", "losses", "metrics", "nn", "scale", "support")
+MODULES = ("attn", "contrastive", "engine", "losses", "metrics", "nn", "scale", "score", "support")
 
 # Shown by the row of another: they are arguments.
 SHOWN_BY = {
@@ -154,14 +155,20 @@ SHOWN_BY = {
     "attn.ALiBi": "attention, ALiBi",
     "attn.RelativeBias": "attention, RelativeBias",
     "attn.ScaleInvariant": "pair_attention",
+    **{f"attn.{name}": f"rotary_attention, {name}" for name in surface.TURNS},
 }
 # Names that nobody calls inside a graph, and why.
 NO_CALL = {
     **dict.fromkeys(("ClassStats", "losses.ClassStats"), "what calls return"),
     **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
-                     "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK"), "what calls return"),
-    **dict.fromkeys(("attn.Bias", "contrastive.Exclusion", "scale.Policy", "support.Support"), "abstract"),
+                     "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK", "attn.LinearState",
+                     "attn.WeightStats"), "what calls return"),
+    **dict.fromkeys(("attn.Bias", "attn.Positions", "contrastive.Exclusion", "scale.Policy"), "abstract"),
+    "support.Support": "abstract",
     "attn.PairHook": "a type",
+    "score.Score": "a type",
+    "score.InnerProduct": "abstract",
+    "nn.entropy_loss": "outside of the graph: it picks up what a forward has left; the penalty itself has a row",
     "nn.init_sharpness_": "for a model before it is compiled: it sets parameters once",
     **dict.fromkeys(("backend", "engine.backend"), "around a call of the graph: the choice is read when it runs"),
     "replace_sdpa": "around a call of the graph: tests/compile/test_models.py",

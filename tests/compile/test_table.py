@@ -11,15 +11,18 @@ from tests.compile.rows import CALLS, CHANCE, NO_CALL, SHOWN_BY, public_names, r
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
 
-# One of each kind; every row is compiled with dynamic sizes, and by inductor, among the slow tests.
+# Of every public name the first row, one of each kind with dynamic sizes, one by inductor; the slow tests do all of it.
+FIRST = {rows_of(name)[0] for name in public_names() if name not in NO_CALL}
 SAMPLE = (
-    "Gibbs.stats", "Gibbs.top", "Gibbs.sample", "Gibbs.probs", "solve_scale, grouped", "fit_temperature",
-    "measure_sigma", "support.joined", "support.blocks", "scale.ScalableSoftmax", "scale.TargetEntropy",
-    "attention, everything", "attention, dropout", "attention, ALiBi", "hierarchical_attention", "top_k_attention",
-    "linear_cross_entropy, everything, none", "linear_cross_entropy, tokens", "mse_loss, probabilities",
-    "info_nce_loss, labels and queue", "nt_xent_loss", "supcon_loss", "perplexity", "nn.MultiheadAttention, options",
+    "Gibbs.stats", "Gibbs.top", "Gibbs.sample", "solve_scale, grouped", "support.joined", "support.blocks",
+    "scale.ScalableSoftmax", "attention, ALiBi", "hierarchical_attention", "linear_cross_entropy, tokens",
+    "supcon_loss",
 )  # fmt: skip
-INDUCTOR = ("attention, everything", "linear_cross_entropy, tokens", "solve_scale, grouped")
+INDUCTOR = ("linear_cross_entropy, tokens",)
+
+
+def _slow_but(kept):
+    return [title if title in kept else pytest.param(title, marks=pytest.mark.slow) for title in CALLS]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,12 +47,12 @@ def test_the_lists_name_what_there_is():
     assert set(SHOWN_BY.values()) | CHANCE | {*SAMPLE, *INDUCTOR} <= set(CALLS)
 
 
-@pytest.mark.parametrize("title", CALLS)
+@pytest.mark.parametrize("title", _slow_but(FIRST))
 def test_one_graph_of_fixed_sizes(title):
     compare(CALLS[title], "aot_eager", False, chance=title in CHANCE)
 
 
-@pytest.mark.parametrize("title", [t if t in SAMPLE else pytest.param(t, marks=pytest.mark.slow) for t in CALLS])
+@pytest.mark.parametrize("title", _slow_but(SAMPLE))
 def test_one_graph_serves_two_sizes(title):
     compare(CALLS[title], "aot_eager", True, chance=title in CHANCE)
 

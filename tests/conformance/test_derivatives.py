@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 import partita
-from partita import reference
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import problems
 from tests.tolerances import assert_exact

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import partita
-from partita import Gibbs, reference
+from partita import Gibbs
 from partita.comparison import weighted_divergence
 from partita.engine.divergences import KINDS
 from partita.errors import DtypeError, ShapeError, ValueRangeError
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import INF, SUPPORTS, catalogue, masked, problem, problems, supports
 from tests.tolerances import assert_exact, assert_no_worse_than_naive

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 
 import partita
-from partita import Gibbs, reference
+from partita import Gibbs
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import INF, SUPPORTS, catalogue, masked, problem, problems
 from tests.tolerances import assert_exact

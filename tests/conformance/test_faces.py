@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import partita
-from partita import reference
+from tests import reference
 from tests.strategies import catalogue, masked, problem
 from tests.tolerances import assert_exact
 

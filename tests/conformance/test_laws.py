@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import partita
-from partita import reference
 from partita.engine.backends.tiled import tile_shape
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import INF, masked, problems
 from tests.tolerances import assert_exact, assert_same_statistics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partita import reference
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import Problem, catalogue, problem
 from tests.tolerances import assert_no_worse_than_naive

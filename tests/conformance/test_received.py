@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 
 import partita
-from partita import Gibbs, reference
+from partita import Gibbs
 from partita.errors import DtypeError, ShapeError
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import SUPPORTS, Problem, catalogue, masked, problem, problems
 from tests.tolerances import assert_exact, assert_no_worse_than_naive

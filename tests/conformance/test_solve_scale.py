@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 import partita
-from partita import reference
 from partita.errors import PartitaError
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import SUPPORTS, catalogue, problem
 from tests.tolerances import assert_exact
@@ -207,14 +207,63 @@ def test_a_target_that_means_nothing_is_refused(options):
         partita.solve_scale(p.query, p.key, **options)
 
 
-def test_a_bias_is_refused_unless_it_only_hides():
-    """With a bias the entropy is not monotone in the scale (M-DER-4)."""
+def test_a_bias_that_only_hides_is_a_support():
     p = problem(3, 5)
-    with pytest.raises(PartitaError, match="bias"):
-        partita.solve_scale(p.query, p.key, entropy=1.0, bias=torch.randn(3, 5, dtype=torch.float64))
     keep = torch.rand(3, 5) < 0.8
     hides = torch.zeros(3, 5, dtype=torch.float64).masked_fill(~keep, -torch.inf)
     assert_exact(
         partita.solve_scale(p.query, p.key, entropy=0.5, bias=hides),
         partita.solve_scale(p.query, p.key, entropy=0.5, support=partita.support.mask(keep)),
     )
+
+
+def scanned(s, bias, target):
+    """The first scale of a fine walk at which the entropy passes the target, or None: dense, row by row."""
+    scales = torch.logspace(-4, 4, 4000, dtype=torch.float64) / s.std()
+    h = torch.special.entr((scales[:, None] * s + bias).softmax(-1)).sum(-1) - target
+    start = torch.special.entr(bias.softmax(-1)).sum() - target
+    passes = torch.cat([start[None], h]).sign().diff().nonzero()
+    return None if not len(passes) else scales[passes[0, 0]].item()
+
+
+def test_with_a_bias_the_first_scale_is_found_or_said_to_be_missing():
+    """With a bias the entropy is not monotone in the scale (M-DER-4): some rows have roots, some have none."""
+    torch.manual_seed(5)
+    q, k = torch.randn(12, 4, dtype=torch.float64), torch.randn(20, 4, dtype=torch.float64)
+    bias = torch.randn(12, 20, dtype=torch.float64) * 3
+    bias[3, 7] = -torch.inf
+    bias[8:] = -2 * (q[8:] @ k.mT)  # here the entropy rises to log n before it falls
+    bias[0, (q[0] @ k.mT).argmax()] = 60.0  # here one key has won whatever the scale
+    targets = torch.tensor([1.0, 2.5], dtype=torch.float64).repeat(6)
+    found, reached = partita.solve_scale(q, k, entropy=targets, bias=bias, return_reached=True)
+    entropy = partita.Gibbs(q, k, scale=found, bias=bias).entropy()
+    for i in range(12):
+        want = scanned(q[i] @ k.mT, bias[i].nan_to_num(neginf=-1e9), targets[i])
+        assert reached[i] == (want is not None), i
+        if want is not None:
+            assert abs(found[i].item() / want - 1) < 1e-2, i
+            assert abs(entropy[i] - targets[i]) < 1e-8
+    assert reached[8:].all() and not reached[0]
+    everywhere = partita.solve_scale(q, k, entropy=1.0, return_reached=True)
+    assert everywhere[1].all()
+
+
+def test_the_implicit_gradient_under_a_bias():
+    torch.manual_seed(6)
+    q, k = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 9))
+    bias = (torch.randn(4, 9, dtype=torch.float64).clamp(-2, 2) / 4).requires_grad_()  # alone it leaves H above 1.3
+
+    def solve(q, k, bias):
+        return partita.solve_scale(q, k, entropy=1.3, bias=bias)
+
+    assert partita.solve_scale(q, k, entropy=1.3, bias=bias, return_reached=True)[1].all()
+    assert torch.autograd.gradcheck(solve, (q, k, bias), eps=1e-5, atol=1e-4)
+
+
+def test_a_policy_of_a_target_takes_a_bias():
+    torch.manual_seed(7)
+    q, k, bias = torch.randn(6, 4).double(), torch.randn(9, 4).double(), torch.randn(6, 9).double()
+    p = partita.Gibbs(q, k, bias=bias, scale=partita.scale.TargetEntropy(entropy=1.0))
+    scale, reached = partita.solve_scale(q, k, entropy=1.0, bias=bias, return_reached=True)
+    assert torch.equal(p.scale, scale)
+    assert bool(((p.entropy() - 1.0).abs() < 1e-8)[reached].all())

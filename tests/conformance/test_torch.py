@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import partita
-from partita import reference
+from tests import reference
 from tests.conformance.serving import serving
 from tests.strategies import catalogue, problem
 from tests.tolerances import assert_exact

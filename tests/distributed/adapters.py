@@ -44,7 +44,34 @@ def ranking(group: Any, hardness: str | None) -> None:
     assert_same(ours(features, None), theirs(features, None), given)
 
 
-def clip(group: Any) -> None:
+class Weights(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 4, dtype=torch.float64))
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self[0](features["x"])}
+
+
+def cached(group: Any) -> None:
+    """Gradients of the encoder's weights, embedded in mini-batches, with the documents of both ranks."""
+    from sentence_transformers.sentence_transformer import losses
+
+    from partita.adapters.sentence_transformers import CachedMultipleNegativesRankingLoss
+
+    torch.manual_seed(5)
+    model = Weights()
+    features = [{"x": x.detach()} for x in own_rows(3)]
+    found = []
+    for kind in (CachedMultipleNegativesRankingLoss, losses.CachedMultipleNegativesRankingLoss):
+        loss = kind(model, mini_batch_size=2, gather_across_devices=True)(features, None)
+        model.zero_grad()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def _open_clip_losses() -> Any:
     files = importlib.metadata.files("open_clip_torch") or []
     spec = importlib.util.spec_from_file_location(
         "open_clip_loss", next(f.locate() for f in files if str(f) == "open_clip/loss.py")
@@ -52,8 +79,22 @@ def clip(group: Any) -> None:
     assert spec is not None and spec.loader is not None
     peer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(peer)
+    return peer
+
+
+def clip(group: Any) -> None:
     options = {"gather_with_grad": True, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
     image, text = own_rows(2)
     scale = torch.tensor(3.0, dtype=torch.float64)
-    ours, theirs = (kind(**options)(image, text, scale) for kind in (open_clip.ClipLoss, peer.ClipLoss))
+    kinds = (open_clip.ClipLoss, _open_clip_losses().ClipLoss)
+    ours, theirs = (kind(**options)(image, text, scale) for kind in kinds)
     assert_same(ours, theirs, [image, text])
+
+
+def siglip(group: Any, dist_impl: str | None) -> None:
+    options = {"dist_impl": dist_impl, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    image, text = own_rows(2)
+    scale, bias = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (3.0, -2.0))
+    kinds = (open_clip.SigLipLoss, _open_clip_losses().SigLipLoss)
+    ours, theirs = (kind(**options)(image, text, scale, bias, output_dict=True) for kind in kinds)
+    assert_same(ours["contrastive_loss"], theirs["contrastive_loss"], [image, text, scale, bias])

@@ -8,7 +8,7 @@ import torch
 
 import partita
 from partita import distributed
-from partita.rows import LossStats
+from partita.processes import processes_of
 from tests.distributed.checks import close, close_fields, leaf, part, split, total_gradient
 
 F64 = torch.float64
@@ -56,9 +56,8 @@ def cross_entropy(
     loss, truth = (found[0], expected[0]) if stats else (found, expected)
     close(loss, truth, "loss")
     if stats:
-        # over a group no class is named: what one process tells besides is left out
-        known = LossStats(*(getattr(expected[1], name) for name in LossStats._fields))
-        close_fields(found[1], known, lambda field: field)
+        assert isinstance(found[1], partita.ClassStats)
+        close_fields(found[1], expected[1], lambda field: field)
         loss, truth = loss + found[1].entropy.sum(), truth + expected[1].entropy.sum()
         loss, truth = loss + found[1].score_variance.sum(), truth + expected[1].score_variance.sum()
     upstream = torch.linspace(0.5, 1.5, loss.numel(), dtype=F64).view(loss.shape)
@@ -68,6 +67,23 @@ def cross_entropy(
         close(own[name].grad, part(whole[name].grad, sizes), f"gradient of {name}")
     for name in shared:
         close(total_gradient(own[name].grad, own[name]), whole[name].grad, f"gradient of {name}, summed")
+
+
+def ends(group: Any, how: str) -> None:
+    """Both ends of a row, by their keys in the whole: ties go to the lowest, a nan is an end, products are exact."""
+    torch.manual_seed(9)
+    sizes = split(17, group.size(), how)
+    x, w, y = torch.tensor([[1.0], [-1.0], [0.0]], dtype=F64), torch.randint(3, (17, 1)).to(F64), torch.zeros(3).long()
+    for spoiled in (False, True):
+        if spoiled:
+            w[13] = torch.nan
+        processes = processes_of(group).agree("ends", [sizes[group.rank()]], {})
+        first = sum(sizes[: group.rank()])
+        here = torch.full((3,), first <= 0 < first + sizes[group.rank()])
+        found = processes.slices(partita.Gibbs(x, part(w, sizes)), y, here, rank=True, statistics=True)
+        whole = partita.Gibbs(x, w)
+        assert torch.equal(found.places, torch.stack([whole.argmax(), whole.argmin()])), found.places
+        close(found.least, whole.min_score(), "min_score")
 
 
 def replicated(group: Any) -> None:

@@ -124,6 +124,37 @@ def clip(group: Any, how: str, bias: bool = False, return_stats: bool = False, n
     close(total_gradient(b[2].grad, b[2]), a[2].grad, "gradient of the scale")
 
 
+def siglip(group: Any, how: str, reduction: str = "mean", large: bool = False, n: int = 12, dim: int = 4) -> None:
+    torch.manual_seed(2)
+    n, dim = (2100, 300) if large else (n, dim)  # texts go in parts, images in blocks
+    sizes = split(n, group.size(), how)
+    image, text = (0.3 * torch.randn(n, dim, dtype=F64) for _ in range(2))
+    scale, bias = torch.tensor(1.7, dtype=F64), torch.tensor(-0.3, dtype=F64)
+    a = [leaf(x) for x in (image, text, scale, bias)]
+    b = [leaf(part(x, sizes)) for x in (image, text)] + [leaf(scale), leaf(bias)]
+    expected = partita.siglip_loss(*a, reduction=reduction)
+    found = partita.siglip_loss(*b, reduction=reduction, group=group)
+    _compare(found, expected, reduction, sizes)
+    _backward(expected, reduction, None)
+    _backward(found, reduction, sizes)
+    for x, y, name in zip(b[:2], a[:2], ("image", "text"), strict=True):
+        close(x.grad, part(y.grad, sizes), f"gradient of {name}")
+    for x, y, name in zip(b[2:], a[2:], ("scale", "bias"), strict=True):
+        close(total_gradient(x.grad, x), y.grad, f"gradient of the {name}")
+
+
+def siglip_halves(group: Any) -> None:
+    """bfloat16: gradients are summed in float32 on their way and rounded once."""
+    torch.manual_seed(4)
+    sizes = split(40, group.size(), "uneven")
+    image, text = (torch.randn(40, 8).bfloat16() for _ in range(2))
+    a, b = [leaf(x) for x in (image, text)], [leaf(part(x, sizes)) for x in (image, text)]
+    partita.siglip_loss(*a, 2.0, -1.0).backward()
+    partita.siglip_loss(*b, 2.0, -1.0, group=group).backward()
+    for x, y in zip(b, a, strict=True):
+        torch.testing.assert_close(x.grad, part(y.grad, sizes), rtol=2**-7, atol=1e-4)
+
+
 def _interleaved(sizes: list[int]) -> Tensor:
     """Where this world's anchors (out0 then out1 on every rank) are among those of one process (out0, then out1)."""
     n, first, order = sum(sizes), 0, []

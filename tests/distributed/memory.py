@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.held import Work, classes, pairs, sequence
-from benchmarks.memory import peak_of
+from benchmarks.peak import peak_of
 
 # 16 MB for each side of the contrast and for each of query, key and value; 32 MB of classes
 PROBES: dict[str, Callable[[Any], Work]] = {

@@ -18,9 +18,26 @@ def test_sentence_transformers_gathers_across_devices(worlds: Worlds, hardness: 
     worlds.of(2).run("adapters", "ranking", hardness=hardness)
 
 
-def test_open_clip_gathers_with_gradients(worlds: Worlds) -> None:
+@pytest.mark.skipif(
+    importlib.util.find_spec("sentence_transformers") is None, reason="pip install sentence-transformers"
+)
+def test_sentence_transformers_cached_gathers_across_devices(worlds: Worlds) -> None:
+    worlds.of(2).run("adapters", "cached")
+
+
+def _needs_open_clip() -> None:
     try:
         importlib.metadata.version("open_clip_torch")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("pip install --no-deps open_clip_torch")
+
+
+def test_open_clip_gathers_with_gradients(worlds: Worlds) -> None:
+    _needs_open_clip()
     worlds.of(2).run("adapters", "clip")
+
+
+@pytest.mark.parametrize("dist_impl", [None, "shift", "reduce", "gather"])
+def test_open_clip_asks_the_texts_of_all_ranks(worlds: Worlds, dist_impl: str | None) -> None:
+    _needs_open_clip()
+    worlds.of(2).run("adapters", "siglip", dist_impl=dist_impl)

@@ -46,6 +46,11 @@ def test_cross_entropy(world: World, how: str, case: str) -> None:
     world.run("classes", "cross_entropy", how=how, **CASES[case])
 
 
+@pytest.mark.parametrize("how", SPLITS)
+def test_ends_of_rows(world: World, how: str) -> None:
+    world.run("classes", "ends", how=how)
+
+
 def test_replicated_input(world: World) -> None:
     world.run("classes", "replicated")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.world import World
+from tests.distributed.world import World, Worlds
 
 SPLITS = ["even", "uneven", "empty"]
 CASES: dict[str, dict[str, Any]] = {
@@ -42,6 +42,17 @@ def test_a_temperature_of_each_row(world: World) -> None:
 @pytest.mark.parametrize("return_stats", [False, True])
 def test_clip(world: World, how: str, bias: bool, return_stats: bool) -> None:
     world.run("contrast", "clip", how=how, bias=bias, return_stats=return_stats)
+
+
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}])
+def test_siglip(world: World, how: str, options: dict[str, Any]) -> None:
+    world.run("contrast", "siglip", how=how, **options)
+
+
+def test_siglip_in_parts_and_in_half_precision(worlds: Worlds) -> None:
+    worlds.of(2).run("contrast", "siglip", how="uneven", large=True)
+    worlds.of(2).run("contrast", "siglip_halves")
 
 
 @pytest.mark.parametrize("how", SPLITS)

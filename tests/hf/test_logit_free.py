@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import inspect
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,6 +239,55 @@ def test_a_trainer_cannot_tell(tmp_path, accumulation):
     assert mine == pytest.approx(plain, rel=1e-3)
     apart = torch.cat([(weights[k] - others[k]).abs().flatten() for k in weights])
     assert (apart > 1e-4).float().mean() < 0.01
+
+
+@needs_accelerate
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_trainers_log_speaks_of_tokens(tmp_path, accumulation):
+    """Accuracy, log-probability and entropy of the step, from the logits of a plain copy."""
+    model, given = build("llama")
+    model = model.float()
+    ids, labels = (given[name].repeat(4, 1) for name in ("input_ids", "labels"))
+    rows = [{"input_ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)]
+    count = 2 * accumulation
+    with torch.no_grad():
+        logits = copy.deepcopy(model)(input_ids=ids[:count]).logits[:, :-1]
+    free = logit_free(model)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, learning_rate=0.0, report_to=[],
+        disable_tqdm=True, logging_steps=1, save_strategy="no", use_cpu=True, gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=free, args=arguments, train_dataset=rows, callbacks=[partita.hf.token_log_callback()]
+    )
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
+    trainer.train()
+    said = next(row for row in trainer.state.log_history if "loss" in row)
+    target = labels[:count, 1:]
+    kept = target != -100
+    log_p = logits.log_softmax(-1)[kept]
+    of = log_p.gather(1, target[kept][:, None])
+    assert said["token_log_prob"] == pytest.approx(of.mean().item(), rel=1e-5)
+    assert said["token_log_prob"] == pytest.approx(-said["loss"], rel=1e-3)
+    assert said["token_entropy"] == pytest.approx(torch.special.entr(log_p.exp()).sum(-1).mean().item(), rel=1e-4)
+    assert said["token_accuracy"] == pytest.approx((log_p.argmax(-1) == target[kept]).float().mean().item())
+    from partita.hf.deferred import LISTENERS
+
+    assert not LISTENERS
+
+
+@needs_accelerate
+def test_the_example_learns_the_same_and_draws(tmp_path):
+    path = Path(__file__).parents[2] / "examples" / "logit_free_trainer.py"
+    spec = importlib.util.spec_from_file_location("logit_free_trainer", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    runs = {name: example.train(free, 3, vocabulary=256) for name, free in (("with logits", False), ("without", True))}
+    (plain, nothing, _), (mine, accuracy, _) = runs.values()
+    assert len(mine) == 3 and mine == pytest.approx(plain, rel=1e-3)
+    assert not nothing and len(accuracy) == 3 and all(0 <= a <= 1 for a in accuracy)
+    example.draw(runs, str(tmp_path / "figure.svg"))
+    assert (tmp_path / "figure.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="pip install peft to test low-rank heads")

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from partita.lab import experiments
 from partita.lab.cli import main
-from partita.lab.experiment import Experiment, Row, Size, Verdict, grid
 from partita.lab.figure import Figure, Line, Panel
+from partita_studies import experiments
+from partita_studies.experiment import Experiment, Row, Size, Verdict, grid
 
 
 def run(settings: Mapping[str, Any], seed: int) -> Iterator[Row]:

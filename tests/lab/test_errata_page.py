@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from partita.lab.experiment import Row
-from partita.lab.experiments.errata import EXPERIMENT, errata_table
-from partita.theory import errata
+from partita_studies import errata
+from partita_studies.experiment import Row
+from partita_studies.experiments.errata import EXPERIMENT, errata_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "errata.md"
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?|-?inf")

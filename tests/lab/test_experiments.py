@@ -18,9 +18,9 @@ import tomllib
 import torch
 
 from partita.lab.draw import svg
-from partita.lab.experiment import SIZES, Cell, Experiment, Row, Verdict
-from partita.lab.experiments import find, names
-from partita.lab.store import Store
+from partita_studies.experiment import SIZES, Cell, Experiment, Row, Verdict
+from partita_studies.experiments import find, names
+from partita_studies.store import Store
 
 IDS = set(tomllib.loads((Path(__file__).parents[2] / "docs" / "statements.toml").read_text(encoding="utf-8")))
 
@@ -76,7 +76,7 @@ def test_says_what_it_asks(name: str) -> None:
     experiment = find(name)
     assert experiment.name == name and experiment.question.endswith("?") and len(experiment.expected) > 10
     assert experiment.ids and set(experiment.ids) <= IDS
-    doc = importlib.import_module(f"partita.lab.experiments.{name}").__doc__ or ""
+    doc = importlib.import_module(f"partita_studies.experiments.{name}").__doc__ or ""
     assert "?" in doc and re.search(r"expected", doc, re.IGNORECASE), "asks, and says what is expected"
     cells = {size: experiment.cells(size) for size in SIZES}
     for size, plan in cells.items():

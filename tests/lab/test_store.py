@@ -12,8 +12,8 @@ import torch
 
 import partita
 from partita.errors import DtypeError
-from partita.lab.experiment import Cell, Row
-from partita.lab.store import BusyError, Store
+from partita_studies.experiment import Cell, Row
+from partita_studies.store import BusyError, Store
 
 PLAN = [Cell({"n": n, "policy": "log"}, seed) for n in (4, 8, 16) for seed in (0, 1)]
 

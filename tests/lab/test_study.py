@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from partita.lab import experiments, raster, study
 from partita.lab.cli import main
-from partita.lab.experiment import Verdict
-from partita.lab.store import Store
+from partita_studies import experiments, raster, study
+from partita_studies.experiment import Verdict
+from partita_studies.store import Store
 from tests.lab import fakes
 
 SECONDS = 600  # a hang, not a busy machine
@@ -209,7 +209,7 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "Are they random?\n    expected: they are" in out and "tiny: 3 of 6 cells, 9 rows (unfinished)" in out
     assert "holds: mean" in out and (tmp_path / "new" / "f.svg").read_text().startswith("<svg")
     assert main([*arguments, "--figure", "f.jpg"]) == 2 and ".svg or .png" in capsys.readouterr().err
-    monkeypatch.setattr("partita.lab.study.png", lambda *_: False)
+    monkeypatch.setattr("partita_studies.study.png", lambda *_: False)
     assert main([*arguments, "--figure", str(tmp_path / "f.png")]) == 2
     assert "pip install cairosvg" in capsys.readouterr().err and not (tmp_path / "f.png").exists()
     assert main(["study", "show", "all"]) == 2

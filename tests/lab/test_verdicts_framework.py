@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 
-from partita.lab.experiment import Row, Verdict
-from partita.lab.experiments import find
 from partita.theory.robustness import laplace_error_exponent
+from partita_studies.experiment import Row, Verdict
+from partita_studies.experiments import find
 
 
 @cache

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from partita.lab.experiment import Row, Verdict
-from partita.lab.experiments import find
-from partita.lab.experiments import scale_policies as policies
-from partita.lab.experiments._series import only, series, slope, slope_by_seed
+from partita_studies.experiment import Row, Verdict
+from partita_studies.experiments import find
+from partita_studies.experiments import scale_policies as policies
+from partita_studies.experiments._series import only, series, slope, slope_by_seed
 
 
 def rows_of(name: str, size: str = "tiny") -> list[Row]:
@@ -237,8 +237,8 @@ def test_slope_of_a_power_is_its_exponent() -> None:
 
 def test_printed_controller_moves_the_wrong_way() -> None:
     from partita import Gibbs
-    from partita.lab.experiments.controllers import HEADS, PrintedController
     from partita.nn import TemperatureController
+    from partita_studies.experiments.controllers import HEADS, PrintedController
 
     torch.manual_seed(0)
     query, key = torch.randn(2, HEADS, 16, 32).unbind(0)

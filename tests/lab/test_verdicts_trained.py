@@ -12,10 +12,10 @@ import math
 import pytest
 import torch
 
-from partita.lab.experiment import Row, Verdict
-from partita.lab.experiments import find, loss_choice, mutual_information
-from partita.lab.experiments import length_generalisation as lengths
-from partita.lab.experiments._language_model import Plan, corpus, draw, measured_sigma, read_at, train
+from partita_studies.experiment import Row, Verdict
+from partita_studies.experiments import find, loss_choice, mutual_information
+from partita_studies.experiments import length_generalisation as lengths
+from partita_studies.experiments._language_model import Plan, corpus, draw, measured_sigma, read_at, train
 
 SEEDS = range(4)
 
@@ -342,7 +342,7 @@ def test_a_temperature_that_is_off_or_does_not_mend_is_noticed():
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the digits are scikit-learn's")
 def test_the_search_for_a_temperature_finds_one_known_by_hand():
     """Right in two of three rows with logits 3 apart: p = 2/3, so T = 3 / log 2."""
-    from partita.lab.experiments.temperature_calibration import searched
+    from partita_studies.experiments.temperature_calibration import searched
 
     logits = torch.tensor([[3.0, 0.0]] * 3)
     assert searched(logits, torch.tensor([0, 0, 1])) == pytest.approx(3 / math.log(2), rel=1e-4)

@@ -119,6 +119,22 @@ def record(
             "data": base64.b64encode(cells).decode(),
         }
     )
+    for layer in range(layers):
+        for step in (0, (steps - 1) * 10):
+            shares = [[(0.5 if i == 0 else 0.5 / 31) if h % 2 else 1 / 32 for i in range(32)] for h in range(heads)]
+            top = [[[0, 0.5 if h % 2 else 1 / 128], [7, 1 / 128]] for h in range(heads)]
+            out.received.append(
+                {
+                    "step": step,
+                    "layer": layer,
+                    "n_key": 128,
+                    "rows": [512] * heads,
+                    "bins": shares,
+                    "top": top,
+                    "alike": [1 / 32] * 32,
+                    "look": int(step > 0),
+                }
+            )
     for i, policy in enumerate(("1/sqrt(d)", "log n", "mixed")):
         for length in (64, 128, 256, 512):
             for run in range(2):

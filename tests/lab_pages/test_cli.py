@@ -208,10 +208,11 @@ def test_commands_of_other_parts_say_when_they_are_absent(
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda n, *a: None if n in ("partita.lab.study", "benchmarks") else real(n, *a)
+        importlib.util, "find_spec", lambda n, *a: None if n in ("partita_studies", "benchmarks") else real(n, *a)
     )
     monkeypatch.chdir(tmp_path)
-    assert main(["study", "--anything"]) == 2 and "partita.lab.study" in capsys.readouterr().err
+    for asked in (["study", "--anything"], ["demo", "--quick"]):
+        assert main(asked) == 2 and "pip install partita-studies" in capsys.readouterr().err
     assert main(["bench"]) == 2 and "benchmarks" in capsys.readouterr().err
 
 
@@ -276,7 +277,7 @@ def test_an_interruption_is_130_and_keeps_finished_work(tmp_path: Path) -> None:
 
 
 def test_no_stage_of_the_demo_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    from partita.lab import demo
+    from partita_studies import demo
 
     said, heard = io.StringIO(), threading.Event()
 
@@ -325,7 +326,7 @@ def test_the_demo_runs_in_small(tmp_path: Path, visit: Any) -> None:
 def test_an_interruption_among_the_studies_keeps_the_finished_ones(
     tmp_path: Path, visit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from partita.lab import demo, study
+    from partita_studies import demo, study
 
     real, asked = study.main, []
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from partita.lab.experiments.finding_quality import HEAD, LOSS, judge, quality, quality_table, run
 from partita.monitor import CODES
+from partita_studies.experiments.finding_quality import HEAD, LOSS, judge, quality, quality_table, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "findings.md"
 

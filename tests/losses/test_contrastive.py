@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import partita
-from partita import reference
 from partita.contrastive import (
     AbovePositive,
     ContrastStats,
@@ -25,6 +24,7 @@ from partita.contrastive import (
     uniformity,
 )
 from partita.theory.contrast import info_nce_batch_gradients
+from tests import reference
 from tests.losses.checks import assert_equal_with_gradients, leaf
 
 

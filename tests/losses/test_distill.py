@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import partita
-from partita import reference
 from partita.engine.divergences import KINDS
 from partita.errors import ShapeError, ValueRangeError
 from partita.losses import distillation_loss, linear_cross_entropy, linear_distillation_loss
+from tests import reference
 from tests.tolerances import assert_exact
 
 N, K, D, E = 11, 37, 5, 8

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import partita
 from partita.losses import (
+    brier_loss,
     cross_entropy,
     distillation_loss,
     focal_loss,
@@ -273,3 +274,12 @@ def test_theory_agrees_with_the_losses():
     torch.testing.assert_close(found[0][0], closed.query)
     torch.testing.assert_close(found[1][0], closed.keys)
     torch.testing.assert_close(found[2], closed.temperature)
+
+
+def test_mse_loss_is_the_old_name_of_brier_loss():
+    z, y = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
+    want = (z.softmax(-1) - torch.eye(3)[y]).square().sum(-1).mean()
+    torch.testing.assert_close(brier_loss(z, y), want)
+    torch.testing.assert_close(partita.nn.BrierLoss()(z, y), want)
+    assert mse_loss is brier_loss
+    assert issubclass(partita.nn.MSELoss, partita.nn.BrierLoss)

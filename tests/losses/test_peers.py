@@ -105,6 +105,71 @@ def test_sentence_transformers_arguments_are_all_there_in_the_same_order():
         MultipleNegativesRankingLoss(Table(), hardness_mode="all")
 
 
+class Sentences(nn.Sequential):
+    """A model whose dropout differs from call to call: what is embedded a second time must be what was embedded."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6, dtype=torch.float64), nn.Dropout(0.3))
+
+    def forward(self, features):
+        return {"sentence_embedding": super().forward(features["input_ids"])}
+
+
+@pytest.mark.parametrize("columns", [2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mini_batch_size": 3, "directions": GTE, "scale": 5.0},
+        {"mini_batch_size": 2, "directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+        {"mini_batch_size": 4, "hardness_mode": "all_negatives", "hardness_strength": 3.0},
+        {"mini_batch_num_tokens": 12},
+    ],
+)
+def test_sentence_transformers_cached(columns, options):
+    losses = peer("sentence_transformers.sentence_transformer.losses")
+    from partita.adapters.sentence_transformers import CachedMultipleNegativesRankingLoss
+
+    model = Sentences()
+    features = [
+        {"input_ids": torch.randn(7, 6, dtype=torch.float64), "attention_mask": torch.ones(7, 6).long()}
+        for _ in range(columns)
+    ]
+    found = []
+    for kind in (CachedMultipleNegativesRankingLoss, losses.CachedMultipleNegativesRankingLoss):
+        torch.manual_seed(3)
+        loss = kind(model, **options)
+        out = loss(features, None)
+        model.zero_grad()
+        (2 * out).backward()  # a scaler, or accumulation, reaches every mini-batch
+        found.append((out.detach(), *(p.grad.clone() for p in model.parameters())))
+        with torch.no_grad():
+            torch.manual_seed(3)
+            torch.testing.assert_close(loss(features, None), out.detach())
+        assert loss.get_config_dict()["mini_batch_size"] == options.get("mini_batch_size", 32)
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    mine, theirs = (
+        inspect.signature(kind.__init__)
+        for kind in (CachedMultipleNegativesRankingLoss, losses.CachedMultipleNegativesRankingLoss)
+    )
+    assert mine == theirs
+
+
+def test_sentence_transformers_cached_keeps_statistics_and_its_settings():
+    util = peer("sentence_transformers.util")
+    from partita.adapters.sentence_transformers import CachedMultipleNegativesRankingLoss
+
+    loss = CachedMultipleNegativesRankingLoss(Sentences(), mini_batch_size=2)
+    features = [{"input_ids": torch.randn(5, 6, dtype=torch.float64)} for _ in range(2)]
+    loss(features, None)
+    assert loss.last_stats.entropy.shape == (5,)
+    loss.scale = 1.0  # goes on to the loss that computes
+    assert loss.loss.scale == 1.0 and loss.temperature == 1.0
+    with pytest.raises(ValueRangeError, match="make a matrix that this loss does without"):
+        CachedMultipleNegativesRankingLoss(Sentences(), similarity_fct=util.euclidean_sim)
+
+
 def open_clip_losses():
     """open_clip's file of losses alone: the package itself wants torchvision."""
     try:
@@ -139,8 +204,8 @@ def test_open_clip_refuses_what_it_would_do_differently():
         open_clip.ClipLoss(world_size=2)
     with pytest.raises(ValueRangeError, match="horovod"):
         open_clip.ClipLoss(use_horovod=True)
-    with pytest.raises(ValueRangeError, match="several ranks"):
-        open_clip.SigLipLoss(world_size=2)
+    with pytest.raises(ValueRangeError, match="dist_impl must be None or one of bidir"):
+        open_clip.SigLipLoss(world_size=2, dist_impl="ring")
 
 
 def test_contrast_statistics_carry_the_information_bound_and_its_cap():
@@ -188,10 +253,51 @@ def test_metric_learning_on_two_views_is_nt_xent():
     assert_equal_with_gradients(nt_xent_loss(a, b), theirs, (a, b))
 
 
+MINERS = {
+    "triplets": lambda miners: miners.TripletMarginMiner(margin=0.5),
+    "pairs": lambda miners: miners.MultiSimilarityMiner(epsilon=0.3),
+    "hardest": lambda miners: miners.BatchHardMiner(),
+    "easy and hard": lambda miners: miners.BatchEasyHardMiner(),
+}
+
+
+@pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
+@pytest.mark.parametrize("miner", MINERS)
+@pytest.mark.parametrize("refs", [False, True])
+def test_metric_learning_mined_tuples(name, miner, refs):
+    pml, miners = peer("pytorch_metric_learning.losses"), peer("pytorch_metric_learning.miners")
+    x, keys, labels = leaf(12, 6), leaf(8, 6), LABELS[1]
+    given = {"ref_emb": keys, "ref_labels": torch.tensor([0, 0, 1, 2, 3, 3, 5, 7])} if refs else {}
+    tuples = MINERS[miner](miners)(x, labels, **given)
+    assert len(tuples[0])
+    theirs = getattr(pml, name)(temperature=0.2)(x, labels, tuples, **given)
+    ours = getattr(metric_learning, name)(temperature=0.2)(x, labels, tuples, **given)
+    assert_equal_with_gradients(ours, theirs, (x, keys) if refs else (x,))
+
+
+@pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
+def test_metric_learning_mined_lists_of_their_own(name, monkeypatch):
+    """Pairs that come twice, an anchor with a positive alone, no labels at all, nothing mined; in blocks too."""
+    pml = peer("pytorch_metric_learning.losses")
+    ours, theirs = getattr(metric_learning, name)(), getattr(pml, name)()
+    x = leaf(6, 5)
+    tuples = tuple(torch.tensor(t) for t in ([0, 0, 1, 4, 5], [1, 1, 0, 3, 2], [0, 0, 1, 2], [2, 2, 3, 5]))
+    assert_equal_with_gradients(ours(x, None, tuples), theirs(x, None, tuples), (x,))
+    monkeypatch.setattr("partita.rows._SMALL", 0)
+    monkeypatch.setattr("partita.rows._AT_ONCE", 10)
+    assert_equal_with_gradients(ours(x, None, tuples), theirs(x, None, tuples), (x,))
+    none = (torch.tensor([], dtype=torch.int64),) * 4
+    assert ours(x, None, none).item() == 0.0
+    with pytest.raises(ValueError, match="anchors below 6 and partners below 6"):
+        ours(x, None, (tuples[0], tuples[1] + 4, *tuples[2:]))
+    with pytest.raises(ValueError, match="what a miner gives"):
+        ours(x, None, tuples[:2])
+    with pytest.raises(ValueError, match="without labels, give mined tuples"):
+        ours(x)
+
+
 def test_adapters_say_what_they_do_not_take():
     x, labels = leaf(4, 3), torch.tensor([0, 0, 1, 1])
-    with pytest.raises(ValueError, match="mined pairs"):
-        metric_learning.SupConLoss()(x, labels, indices_tuple=(labels, labels, labels))
     with pytest.raises(ValueError, match="belong together"):
         metric_learning.NTXentLoss()(x, labels, ref_emb=x)
     with pytest.raises(ValueError, match="query_to_doc"):

@@ -90,7 +90,10 @@ def both(name: str, backend: Any, **how: Any) -> tuple[Any, Any, list[Tensor], l
     return plain, w, want, got
 
 
-@pytest.mark.parametrize("name", MODELS)
+FAST = ("log length", "encoder, padded", "Llama, sdpa", "BERT, sdpa")  # the others among the slow tests
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_a_graph_says_what_the_plain_model_says(name: str) -> None:
     backend = Counting()
     plain, w, want, got = both(name, backend)

@@ -23,7 +23,7 @@ class Truth:
     """Columns of one softmax, dense, in float64; rows that see one key stand apart."""
 
     def __init__(self, scores: Tensor, keep: Tensor | None) -> None:
-        s = scores.double()
+        self.scores = s = scores.double()
         self.batch, self.heads, self.n, self.n_key = s.shape
         self.visible = (s > -math.inf).sum(-1)
         some = self.visible > 0
@@ -139,13 +139,29 @@ def assert_curve(case: Case, curve: dict[str, Any], keep: Tensor | None) -> None
             assert same, f"curve at {factor}: {got}, and it is {right}; {case.about}"
 
 
+def assert_received(case: Case, profiles: list[dict[str, Any]], truth: Truth) -> None:
+    """Column sums over rows that see a key; beside them those of rows that see the same keys alike."""
+    mass, count = truth.key_mass(), truth.there.sum((0, 2))
+    assert len(profiles) == int(count.max() > 0), case.about
+    for profile in profiles:
+        assert profile["n_key"] == truth.n_key and profile["rows"] == count.tolist(), case.about
+        for head in range(truth.heads):
+            shares, top = torch.tensor(profile["bins"][head], dtype=torch.float64), profile["top"][head]
+            assert ((shares - mass[head]).abs() <= 2 * case.tolerance * truth.size).all(), case.about  # a bin per key
+            assert all(abs(share - float(mass[head, key])) <= 2 * case.tolerance * truth.size for key, share in top)
+        even = torch.where(truth.scores > -math.inf, 1.0 / truth.visible.clamp(min=1)[..., None], 0.0)
+        even = torch.where(truth.there[..., None], even, 0.0).sum((0, 1, 2))
+        alike = torch.tensor(profile["alike"], dtype=torch.float64)
+        assert ((alike - even / even.sum()).abs() <= 1e-5).all(), f"alike; {case.about}"
+
+
 def check(seed: int) -> None:
     case = random_case(seed)
     results = []
     with case.block(), torch.backends.mkldnn.flags(enabled=False), torch.no_grad():
         torch.manual_seed(seed)
         results.append(case.model(*case.args, **case.kwargs))
-        with partita.watch(case.model) as w:
+        with partita.watch(case.model, received=True) as w:
             torch.manual_seed(seed)
             results.append(case.model(*case.args, **case.kwargs))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0, equal_nan=True, msg=f"other bits; {case.about}")
@@ -156,6 +172,7 @@ def check(seed: int) -> None:
     assert_columns(case, record.blocks[0], truth)
     assert_bands(case, record.blocks[0], truth)
     assert_curve(case, record.curves[0], case.keep)
+    assert_received(case, record.received, truth)
 
 
 @pytest.mark.parametrize("seed", range(FAST))

@@ -358,13 +358,15 @@ def test_information_comes_without_a_remedy() -> None:
 
 def test_runaway_scores_are_those_above_the_line_of_the_chart() -> None:
     grown = {}
-    for most in (20, 60):
+    for most in (20, 30, 60):
         steps = [(q * (0.5 + most / 4 * t / 15), k) for t in range(16) for q, k in [healthy(seed=t)]]
         grown[most] = [f for f in run(*steps).findings() if f.code == "LOGIT_GROWTH"]
     for found in grown.values():
         for f in found:
             level = float(f.evidence.split("largest score ")[1].split()[0])
             assert (f.severity != "info") == (level >= Thresholds().logit_warning)
+    levels = [float(f.evidence.split("largest score ")[1].split()[0]) for found in grown.values() for f in found]
+    assert any(30 < level < 50 for level in levels)  # growth that is seen, and is no fault yet
     assert {f.severity for f in grown[20]} == {"info"} and {f.severity for f in grown[60]} & {"warning", "error"}
 
 

@@ -232,6 +232,81 @@ def test_the_loss_of_sentence_transformers_is_seen_and_is_one_step(columns: int)
     assert row["scale"] == 20.0 and row["candidates"] == 6 * (columns - 1)
 
 
+@pytest.mark.parametrize("columns", [2, 3])
+def test_a_cached_loss_embeds_twice_and_is_one_step(columns: int) -> None:
+    pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
+    from partita.adapters.sentence_transformers import CachedMultipleNegativesRankingLoss
+
+    model = nn.Sequential(Encoder())
+    loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
+    features = [{"x": torch.randn(6, 4, 8)} for _ in range(columns)]
+    with watch(model) as w:
+        for _ in range(3):
+            out = loss(features, None)
+            out.backward()
+    assert [r["step"] for r in w.record.losses] == [0, 1, 2]
+    assert sorted({r["step"] for r in w.frame(pandas=False)}) == [0, 1, 2]
+    assert {r["rows"] for r in w.frame(pandas=False)} == {
+        6 * 4 * columns
+    }  # each sentence once, not again on the way back
+    assert w.record.losses[0]["loss"] == pytest.approx(out.item(), abs=1e-4)
+
+
+def test_inputs_of_an_evaluation_are_counted_one_by_one() -> None:
+    model = nn.Sequential(Encoder())
+
+    class Evaluation(nn.Module):
+        def forward(self) -> None:
+            for _ in range(3):
+                model({"x": torch.randn(2, 4, 8)})
+
+    with watch(model) as w, torch.no_grad():
+        Evaluation()()
+    assert w.record.steps() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
+@pytest.mark.parametrize("mined", [False, True])
+def test_the_losses_of_metric_learning_are_seen(name: str, mined: bool) -> None:
+    from partita.adapters import metric_learning
+
+    loss, x, labels = getattr(metric_learning, name)(0.5), torch.randn(9, 4), torch.arange(9) % 3
+    anchor, partner = torch.triu_indices(9, 9, 1)
+    same = labels[anchor] == labels[partner]
+    tuples = (anchor[same], partner[same], anchor[~same], partner[~same]) if mined else None
+    with watch(nn.Identity()) as w:
+        w.set_step(0)
+        out = loss(x, labels, tuples)
+    row = w.loss_frame(pandas=False)[0]
+    assert row["name"] == "pair_loss" and row["loss"] == pytest.approx(out.item(), rel=1e-5)
+    s = cosine(x, x) / 0.5
+    seen = torch.zeros(9, 9, dtype=torch.bool)
+    seen[anchor, partner] = True
+    seen = seen if mined else ~torch.eye(9, dtype=torch.bool)
+    has = (seen & (labels[:, None] == labels)).any(1)
+    width = s.double().masked_fill(~(seen & (labels[:, None] != labels)), -torch.inf).softmax(-1)
+    width = torch.special.entr(width.nan_to_num(0.0)).sum(-1).exp()
+    if not mined:
+        assert row["effective_negatives"] == pytest.approx(width[has].mean().item(), rel=1e-4)
+    p = s.double().masked_fill(~seen, -torch.inf).softmax(-1)[has]
+    assert row["rows"] == int(has.sum())
+    assert row["entropy"] == pytest.approx(torch.special.entr(p).sum(-1).mean().item(), rel=1e-4)
+
+
+def test_siglip_is_seen_without_a_distribution() -> None:
+    from partita.adapters.open_clip import SigLipLoss
+
+    image, text = torch.randn(5, 4), 2.0 * torch.nn.functional.normalize(torch.randn(5, 4), dim=-1)
+    with watch(nn.Identity()) as w:
+        w.set_step(0)
+        out = SigLipLoss()(image, text, 3.0, -1.0)
+    row = w.loss_frame(pandas=False)[0]
+    assert row["name"] == "siglip_loss" and row["loss"] == pytest.approx(out.item(), rel=1e-5)
+    assert row["norm_key"] == pytest.approx(2.0) and "entropy" not in row
+    assert [f.code for f in w.findings()] == ["NOT_NORMALISED"]
+    w.finished().summary()
+
+
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 

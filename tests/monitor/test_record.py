@@ -280,7 +280,7 @@ def damaged(text: str, rng: random.Random) -> str:
 
 def test_a_damaged_record_is_an_error_that_names_it_or_a_page(tmp_path: Path) -> None:
     """Never another exception: not in reading, not in judging, not in drawing."""
-    w = run(3, maps=[(0, 1)])
+    w = run(3, maps=[(0, 1)], received=True)
     whole = w.save(tmp_path / "run.jsonl").read_text()
     path, rng, refused = tmp_path / "bad.jsonl", random.Random(0), []
     for _ in range(400):

@@ -104,13 +104,22 @@ def test_two_watches_see_the_same(kind: str, order: str, build: Any, training: b
 
 
 def test_blocks_that_overlap_restore_the_compiler() -> None:
-    compiled = torch.compile(Model(), backend="eager")
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
     a, b = watch(Model()), watch(Model())
     a.__enter__()
     b.__enter__()
     a.__exit__(None, None, None)
-    compiled(X)  # still eager: b is open
+    compiled(X)
+    assert not graphs  # still eager: b is open
     b.__exit__(None, None, None)
+    compiled(X)
+    assert len(graphs) == 1
     assert torch._dynamo.eval_frame._stance.stance == "default"
     torch._dynamo.reset()
 
@@ -211,6 +220,19 @@ def test_replaced_attention_in_any_order_and_any_thread() -> None:
         return run
 
     in_threads(many(0.0), many(3.0))
+    both_in = threading.Barrier(2)
+
+    def one(scale: float) -> Callable[[], None]:
+        def run() -> None:
+            with partita.replace_sdpa(scale=partita.scale.Constant(scale)):
+                both_in.wait()  # whoever came last, each thread has its own
+                out = F.scaled_dot_product_attention(x, x, x)
+                both_in.wait()
+            torch.testing.assert_close(out, partita.attention(x, x, x, scale=scale))
+
+        return run
+
+    in_threads(one(0.0), one(3.0))
     assert F.scaled_dot_product_attention is original
 
 
@@ -394,6 +416,18 @@ def test_other_models_keep_their_fast_path() -> None:
         assert torch.equal(other(X), plain)
         w.model(X)
     assert seen(w) == BOTH
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_inputs_of_a_frozen_model_have_their_own_strongest_keys(training: bool) -> None:
+    model = nn.ModuleDict({"attention": Attention()}).train(training)
+    with torch.no_grad(), watch(model) as w:
+        for sink in (3, 1, 4):
+            x = X.clone()
+            x[:, sink] *= 30
+            model["attention"](x)
+    first, *later = [b.column("sink_key") + b.column("sink_top") for b in w.record.blocks]
+    assert all((one == first) == training for one in later)  # in training the first sample stands for eight steps
 
 
 # ---- not a bit changes -----------------------------------------------------------------------------------------------

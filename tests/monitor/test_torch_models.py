@@ -180,6 +180,27 @@ def test_one_pass_for_output_and_statistics(layout: str, causal: bool) -> None:
         assert all(a[c] == pytest.approx(b[c], rel=1e-4, abs=1e-5, nan_ok=True) for c in COLUMNS)
 
 
+@pytest.mark.parametrize("kernel", ["own", "partita"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_each_key_received_is_given_back(kernel: str, compiled: bool) -> None:
+    """A call gets what it asked for, whatever the watch asks for besides."""
+    query, key, value = torch.randn(3, 2, 4, 11, 8)
+
+    class Own(nn.Module):
+        def forward(self, *parts: Tensor) -> Any:
+            return partita.attention(*parts, is_causal=True, return_received=True)
+
+    model, (out, received) = Own(), Own()(query, key, value)
+    torch._dynamo.reset()
+    call = torch.compile(model, backend="eager") if compiled else model
+    with watch(call, kernel=kernel) as w:
+        found = call(query, key, value)
+    assert len(found) == 2
+    assert compiled or len(w.frame(pandas=False)) == 4  # such a call in a graph is not seen
+    torch.testing.assert_close(found[0], out)
+    torch.testing.assert_close(found[1], received)
+
+
 @pytest.mark.parametrize("how", ["plain", "causal", "support", "policy", "rows"])
 def test_partitas_own_attention(how: str) -> None:
     """Seen with its own support, bias and scale policy; the statistics are those it reports itself."""
@@ -342,3 +363,23 @@ def test_a_call_over_a_group_is_left_alone(tmp_path):
         assert len(watched.frame()) == 0
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["own", "number", "policy", "scores"])
+def test_the_present_scale_is_that_of_the_call(kind: str) -> None:
+    class Attention(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            if kind == "scores":
+                return torch.softmax(0.3 * q @ q.mT, -1) @ q
+            if kind == "policy":
+                out = partita.attention(q, q, q, is_causal=True, scale=partita.scale.LogLength(reference=4, floor=2))
+                assert isinstance(out, Tensor)
+                return out
+            return F.scaled_dot_product_attention(q, q, q, scale=0.3 if kind == "number" else None)
+
+    with partita.watch(model := Attention()) as w:
+        model(torch.randn(1, 2, 8, 16))
+    shown = w.record.curves[0]["scale"]
+    rows = torch.arange(1, 9).clamp(min=2).double().log() / math.log(4) / 4  # log(visible) / log(reference) / sqrt(dim)
+    right = {"own": 0.25, "number": 0.3, "policy": float(rows.mean()), "scores": None}[kind]
+    assert shown is None if right is None else shown == pytest.approx(right, rel=1e-5)

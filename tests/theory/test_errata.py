@@ -6,8 +6,8 @@ import pytest
 
 from partita.errors import ShapeError, ValueRangeError
 from partita.nn import MultiheadAttention
-from partita.theory import errata
-from partita.theory.errata.row import Book, Reading
+from partita_studies import errata
+from partita_studies.errata.row import Book, Reading
 
 WRONG = {
     "contrast": "(4.4.4) (4.4.15) (4.4.16) (4.4.27)",

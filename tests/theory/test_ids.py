@@ -54,7 +54,7 @@ def test_nothing_unknown_is_cited() -> None:
 
 
 def test_the_list_is_whole() -> None:
-    assert len(STATEMENTS) == 131 and set(STATEMENTS) >= WITHOUT_PROGRAM
+    assert len(STATEMENTS) == 133 and set(STATEMENTS) >= WITHOUT_PROGRAM
     for each, statement in STATEMENTS.items():
         assert SCRIPT.ids(each) == {each}
         assert statement["title"].strip() and len(statement["states"]) > 40, each

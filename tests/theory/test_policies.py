@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from math import e, log, sqrt
 
 import pytest
@@ -357,3 +358,25 @@ def test_temperature_is_inverse_scale():
         sh.effective_temperature(0, 64)
     with pytest.raises(ValueRangeError, match="positive"):
         sh.scale_of_temperature(0.0)
+
+
+def test_kappa_under_a_position_bias_holds_the_entropy():
+    """M-SCL-16 with H = H_bias - sharpness^2 / 2: stationary at n0 with the growth of the bias, not without it."""
+    from partita.scale import CalibratedLog
+    from partita.theory.information import entropy
+    from partita.theory.sharpness import bias_growth, calibrate_kappa
+
+    n0, dim, sigma = 1024, 64, 8.0
+    bias = -1.2 * torch.arange(4096).double().add(1).log()  # a power law: it widens for ever, but slower than log n
+    growth = bias_growth(bias, n0)
+    assert 0.1 < growth < 0.9
+
+    def slope(kappa):
+        ends = [entropy(bias[:n]) - (kappa * math.log(n) / dim * sigma) ** 2 / 2 for n in (n0 - 32, n0 + 32)]
+        return (ends[1] - ends[0]) / math.log((n0 + 32) / (n0 - 32))
+
+    right, plain = calibrate_kappa(n0, dim, sigma, growth), calibrate_kappa(n0, dim, sigma)
+    assert abs(slope(right)) < 1e-3
+    assert slope(plain) < -0.1  # over-sharpened
+    assert math.isclose(CalibratedLog(n0, sigma, float(growth)).kappa(dim), float(right), rel_tol=1e-12)
+    assert bias_growth(torch.zeros(2 * n0), n0) == pytest.approx(1.0, abs=1e-5)  # a difference quotient over two keys

@@ -35,6 +35,7 @@ def everything(
     operands: dict[str, Tensor | None],
     *,
     statistics: bool = True,
+    variance: bool = True,
     target: Tensor | None = None,
     differentiate: bool = True,
     **options: object,
@@ -46,7 +47,8 @@ def everything(
         gibbs = partita.Gibbs(
             leaves["query"], leaves["key"], scale=leaves.get("scale"), bias=leaves.get("bias"), **options
         )
-        sums = gibbs.reduce(value, target, rank=target is not None, statistics=statistics, mean=value is not None)
+        asked = {"statistics": statistics, "variance": variance, "mean": value is not None}
+        sums = gibbs.reduce(value, target, rank=target is not None, **asked)
         state = sums.state
         found = {"log_partition": state.log_partition(), "visible": state.visible()}
         if statistics:
@@ -62,6 +64,7 @@ def everything(
         for place, (name, x) in enumerate(found.items()):
             if x.requires_grad:
                 rows = x.sin().sum(-1) if name == "mean" else torch.where(x.isfinite(), x, torch.zeros_like(x))
+                rows = torch.zeros_like(rows) if name == "score_variance" and not variance else rows
                 total = total + (place + 1) * (rows * weight).sum()
     # outside the block: the backward pass is asked of the same backend
     grads = torch.autograd.grad(total, leaves.values())

@@ -7,6 +7,7 @@ without TRITON_INTERPRET, so it has one of its own; Triton keeps what it compile
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -15,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_pages
-from benchmarks.gpu_resources import DIMS, LEVELS, TABLE, cases, excess, sample
+from benchmarks import gpu_pages, gpu_resources
+from benchmarks.gpu_resources import DIMS, DTYPES, LEVELS, TABLE, cases, excess, fingerprint, fits, sample
 from benchmarks.paper_device import DEVICES
 from benchmarks.roofline import CHIPS, bound, bounds
 
@@ -60,19 +61,23 @@ def test_everything_compiles_within_the_budget() -> None:
 
 
 def test_the_table_covers_what_it_should() -> None:
+    """Every device, kernel, dtype, dimension and level, and exactly the cases there are."""
     have = {(r["device"], r["kernel"], r["dtype"], r["dim"], r["level"]) for r in KERNELS.values() if not r["asks"]}
-    for device in DEVICES:
-        for kernel in ("forward", "backward_rows", "backward_keys"):
-            for dim in DIMS:
-                levels = LEVELS[kernel.split("_")[0]]
-                assert {(device, kernel, "bfloat16", dim, level) for level in levels} <= have
+    kernels = ("forward", "backward_rows", "backward_keys")
+    assert set(itertools.product(DEVICES, kernels, DTYPES, DIMS, LEVELS)) <= have
     cased = {case.name for case in cases()}
     assert {r["name"].removesuffix(f"-{r['kernel']}") for r in KERNELS.values()} == cased
     assert {case.name for case in sample()} <= cased
 
 
+def test_the_table_is_of_this_code_and_these_tiles() -> None:
+    """Whoever changes a kernel or a tile compiles it again: `make gpu-resources` does what is missing."""
+    assert COMMITTED["code"] == fingerprint(), "make gpu-resources"
+    assert [name for name, record in KERNELS.items() if not fits(record)] == [], "make gpu-resources"
+
+
 def test_no_committed_kernel_exceeds_its_device() -> None:
-    """No spill up to D 128 (float32: 64) on sm_80 and sm_90, shared memory that is there, products on tensor cores."""
+    """No spill up to D 128 on sm_80 and sm_90, shared memory that is there, products on tensor cores."""
     assert [line for record in KERNELS.values() for line in excess(record, record)] == []
 
 
@@ -88,6 +93,25 @@ def test_no_committed_kernel_exceeds_its_device() -> None:
 def test_what_exceeds_is_said(change, said) -> None:
     known = KERNELS["sm_80-forward-bfloat16-128-2-forward"]
     assert any(said in line for line in excess({**known, **change}, known))
+
+
+def test_a_spill_is_no_better_for_being_committed() -> None:
+    """On sm_80 and sm_90 up to 128 features, with whatever is asked; beyond that a committed one is the budget."""
+    for name in ("sm_90-forward-float32-128-2-mask-forward", "sm_80-backward-float16-64-1-backward_keys"):
+        spilling = {**KERNELS[name], "spilled": 8}
+        assert excess(spilling, spilling)
+    larger = {**KERNELS["sm_80-forward-bfloat16-256-2-forward"], "spilled": 8}
+    assert not excess(larger, larger)
+
+
+def test_code_is_told_from_comments(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_resources, "KERNELS", tmp_path)
+    kernel = tmp_path / "kernel.py"
+    found = []
+    for text in ('"""Says."""\ndef f(x):\n    return x + 1\n', "# more\ndef f(x):\n    return x + 1\n", "f = 2\n"):
+        kernel.write_text(text)
+        found.append(fingerprint())
+    assert found[0] == found[1] != found[2]
 
 
 def test_the_pages_are_those_of_the_table() -> None:

@@ -31,7 +31,7 @@ MUTATIONS = {
     "rescale: the moment of the value": ("forward.py", "acc * shrink[:, None]", "acc", SIZES),
     "rescale: the first moment": ("forward.py", "shrink * (first + down * mass)", "shrink * first", SIZES),
     "moment: the spread between two tiles": ("forward.py", "away, 1) + between", "away, 1)", SIZES),
-    "moment: its gradient": ("backward.py", "(by_first + 2 * by_second)", "(by_first + by_second)", SIZES),
+    "moment: its gradient": ("flow.py", "b += 2 * c", "b += c", SIZES),
     "merge: the first moment": ("decode.py", "(first_here + aside * here)", "first_here", PARTS),
     "repair: values that are not finite": ("forward.py", "v = tl.where(bad, 0.0, v).to(DOT)", "v = v", POISON),
 }

@@ -13,6 +13,8 @@ from partita.errors import ValueRangeError
 
 __all__ = ["ClipLoss", "SigLipLoss"]
 
+_TRAVELS = ("bidir", "shift", "reduce", "gather")
+
 
 class ClipLoss(nn.Module):
     """Drop-in for ``open_clip.loss.ClipLoss``: same value, same gradient, O(n) memory.
@@ -64,14 +66,18 @@ class ClipLoss(nn.Module):
 
 
 class SigLipLoss(nn.Module):
-    """Drop-in for ``open_clip.loss.SigLipLoss`` on one rank; over several it is refused."""
+    """Drop-in for ``open_clip.loss.SigLipLoss``: same value, same gradient, a few rows of the matrix at a time.
+
+    Over several ranks each gives the loss of its own images among the texts of all, as there; how the texts travel
+    (`dist_impl`) is this library's affair: in blocks, round a ring, whatever is asked for.
+    """
 
     def __init__(
         self, cache_labels: bool = False, rank: int = 0, world_size: int = 1, dist_impl: str | None = None
     ) -> None:
         super().__init__()
-        if world_size > 1:
-            raise ValueRangeError("siglip_loss has no form over several ranks yet; use open_clip's own there.")
+        if dist_impl not in (None, *_TRAVELS):
+            raise ValueRangeError(f"dist_impl must be None or one of {', '.join(_TRAVELS)}; got {dist_impl!r}.")
         self.cache_labels, self.rank, self.world_size, self.dist_impl = cache_labels, rank, world_size, dist_impl
 
     def forward(
@@ -82,5 +88,7 @@ class SigLipLoss(nn.Module):
         logit_bias: float | Tensor | None,
         output_dict: bool = False,
     ) -> Any:
-        loss = siglip_loss(image_features, text_features, logit_scale, logit_bias)
+        group = dist.group.WORLD if self.world_size > 1 else None
+        rows = siglip_loss(image_features, text_features, logit_scale, logit_bias, reduction="none", group=group)
+        loss = rows.sum() / max(len(image_features), 1)
         return {"contrastive_loss": loss} if output_dict else loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from partita.contrastive.readout import above, readout, similarity_moments
 from partita.engine import State, Stats
 from partita.errors import ShapeError, ValueRangeError
 
-__all__ = ["MultipleNegativesRankingLoss", "ranking_loss"]
+__all__ = ["CachedMultipleNegativesRankingLoss", "MultipleNegativesRankingLoss", "ranking_loss"]
 
 _HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
 _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -70,7 +70,8 @@ class MultipleNegativesRankingLoss(nn.Module):
         if hardness_mode not in (None, *_HARDNESS):
             raise ValueRangeError(f"hardness_mode must be None or one of {_HARDNESS}; got {hardness_mode!r}.")
         self.model, self.scale = model, scale
-        self.similarity = _similarity(similarity_fct if similarity is None else similarity)
+        self.similarity_fct = similarity_fct if similarity is None else similarity
+        _similarity(self.similarity_fct)
         self.gather_across_devices = gather_across_devices
         self.directions, self.partition_mode = tuple(directions), partition_mode
         self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
@@ -109,8 +110,62 @@ class MultipleNegativesRankingLoss(nn.Module):
         }
 
     @property
+    def similarity(self) -> str:
+        """ "cos" or "dot"."""
+        return _similarity(self.similarity_fct)
+
+    @property
     def temperature(self) -> float:
         return 1.0 / self.scale
+
+
+if TYPE_CHECKING:
+    CachedMultipleNegativesRankingLoss: Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CachedMultipleNegativesRankingLoss":
+        return _cached()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _cached() -> type[nn.Module]:
+    """Made when first asked for: how batches are cut, embedded and embedded again is the library's own, and it alone
+    knows its models; the loss in between is ours."""
+    from sentence_transformers.sentence_transformer import losses
+
+    class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
+        """Drop-in for ``sentence_transformers``' loss of the same name (GradCache): batches beyond memory, and no
+        matrix of similarities for them, not even a few rows of it.
+
+            embed in mini-batches without a graph; the loss and its gradient of all embeddings; embed again with it
+        """
+
+        @functools.wraps(losses.CachedMultipleNegativesRankingLoss.__init__)  # type: ignore[misc]
+        def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+            super().__init__(model, *args, **options)
+            theirs: Any = self.loss  # type: ignore[has-type]
+            given = theirs.get_config_dict() | {"similarity_fct": theirs.similarity_fct}
+            self.loss = MultipleNegativesRankingLoss(model, **given)
+
+        def calculate_loss(
+            self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+        ) -> Tensor:
+            loss = self.loss.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
+            if with_backward:
+                loss.backward()
+                loss = loss.detach()
+            return loss
+
+        @property
+        def last_stats(self) -> Any:
+            """`partita.Stats` of the last batch."""
+            return self.loss.last_stats
+
+    made: type[nn.Module] = CachedMultipleNegativesRankingLoss
+    made.__module__, made.__qualname__ = __name__, made.__name__
+    return made
 
 
 def _similarity(given: object) -> str:

@@ -20,7 +20,7 @@ from partita.engine import State, Stats
 from partita.errors import ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.precision import accumulation_dtype, finest
-from partita.scale import Policy
+from partita.scale import Policy, TargetEntropy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,7 +57,7 @@ def hierarchical_attention(
     block: int,
     *,
     is_causal: bool = False,
-    scale: float | Tensor | None = None,
+    scale: float | Tensor | Policy | None = None,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Stats]:
     """Two levels: the keys of a query's own block one by one, every other block through its mean key and mean value.
@@ -67,10 +67,12 @@ def hierarchical_attention(
     Exact when keys agree inside each other block; otherwise a block's share is a lower bound of its true one (Jensen).
     Causal: own block up to the query, and the blocks before it. With one block, equal to `attention`. Statistics are
     those of what the query looks at: a summary is one key of score log n_b + scale <query, mean key>.
+
+    scale: a policy counts the keys of each level: those of its own block that a query sees, and the summaries it sees.
     """
     check_whole("block", block, least=1)
-    if isinstance(scale, Policy):
-        raise ValueRangeError("hierarchical_attention takes a number or a tensor as scale: a summary is not one key.")
+    if isinstance(scale, TargetEntropy):
+        raise ValueRangeError("hierarchical_attention takes no TargetEntropy: its rows are made of two levels.")
     n = key.shape[-2]
     if query.shape[-2] != n:
         raise ShapeError(f"hierarchical_attention needs as many queries as keys; got {query.shape[-2]} and {n}.")

@@ -1,9 +1,9 @@
-"""Scores that change pair by pair: a multiplier and an offset for each (i, j), in blocks of rows.
+"""Scores that change pair by pair: a multiplier and an offset for each (i, j), in tiles.
 
     score_ij = multiplier_ij * scale * <query_i, key_j> + offset_ij
 
-A row's scale folds into its query; a pair's does not fold into anything, so a block of scores is written out, and again
-in the backward pass. Memory is that of one block.
+A row's scale folds into its query; a pair's does not fold into anything, so a tile of scores is written out, and again
+in the backward pass. Memory is that of one tile, whatever the length; tiles that no row sees cost nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from partita.attn.problem import Problem
-from partita.attn.rows import states_by_rows
+from partita.attn.rows import squares, states_by_tiles
 from partita.attn.sdpa import finish
 from partita.engine import State, Stats
 from partita.errors import ValueRangeError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["PairHook", "ScaleInvariant", "pair_attention"]
 
 PairHook = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(i (rows, 1), j (n_key,)) -> multiplier, offset, each broadcastable to (..., rows, n_key)"""
+"""(i (rows, 1), j (keys,)) of a tile -> multiplier, offset, each broadcastable to (..., rows, keys)"""
 
 
 def pair_attention(
@@ -54,16 +54,21 @@ def pair_attention(
         raise ValueRangeError("pair_attention takes no softcap; put it into the hook.")
     problem = Problem.of(query, key, **options).resolved()
     values = problem.spread(value)
-    j = torch.arange(problem.n_key, device=query.device)
+    batch, device = problem.batch(value), query.device
 
-    def run(rows: slice) -> State:
-        i = torch.arange(rows.start, rows.stop, device=query.device)[:, None]
-        multiplier, offset = pair(i, j)
-        scores = problem.content(rows)
-        scores = multiplier.to(scores) * scores + offset.to(scores)
-        return State.of(problem.hidden(problem.plus_bias(scores, rows), rows), values.to(scores.dtype))
+    def run(rows: slice, cols: slice) -> State:
+        i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        multiplier, offset = pair(i, torch.arange(cols.start, cols.stop, device=device))
+        scores = problem.content(rows, cols)
+        scores = problem.plus_bias(multiplier.to(scores) * scores + offset.to(scores), rows, cols)
+        return State.of(problem.hidden(scores, rows, cols), values[..., cols, :].to(scores.dtype))
 
-    return finish(states_by_rows(run, problem.blocks(value)), value, sink, return_stats)
+    def shown(rows: slice, cols: slice) -> bool:
+        seen = problem.seen(rows, cols, batch)
+        return seen is None or bool(seen.any())
+
+    state = states_by_tiles(run, shown, *squares(problem.n_query, problem.n_key, batch))
+    return finish(state, value, sink, return_stats)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from partita.errors import ShapeError
 from partita.precision import finest
 
-__all__ = ["rotary", "sinusoidal"]
+__all__ = ["frequencies", "rotary", "sinusoidal", "turned"]
 
 
 def sinusoidal(
@@ -23,7 +23,9 @@ def sinusoidal(
     >>> sinusoidal(1, 4)
     tensor([[0., 1., 0., 1.]])
     """
-    angle = _angles(torch.arange(n, device=device), dim, base)
+    where = torch.arange(n, device=device)
+    w = frequencies(dim, base, where.device)
+    angle = where.to(w.dtype)[:, None] * w
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(dtype or torch.get_default_dtype())
 
 
@@ -40,16 +42,35 @@ def rotary(
             [0.5403, 0.8415]])
     """
     where = torch.arange(x.shape[-2], device=x.device) if positions is None else positions
-    angle = _angles(where, x.shape[-1], base)
+    return turned(x, where, frequencies(x.shape[-1], base, x.device))
+
+
+def turned(
+    x: Tensor,  # (..., n, dim)
+    positions: Tensor,  # broadcastable to (..., n)
+    w: Tensor,  # (pairs,), 2 * pairs <= dim
+    *,
+    neighbours: bool = False,
+) -> Tensor:  # (..., n, dim)
+    """Pairs of features turned by positions times w; the features past the last pair stay as they are.
+
+    neighbours: the pairs are (0, 1), (2, 3) and so on, instead of the two halves.
+    """
+    pairs = w.shape[0]
+    angle = positions.to(w.dtype)[..., None] * w
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    left, right = x.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    moving, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    left, right = moving.unflatten(-1, (pairs, 2)).unbind(-1) if neighbours else moving.chunk(2, -1)
+    both = left * cos - right * sin, right * cos + left * sin
+    out = torch.stack(both, -1).flatten(-2) if neighbours else torch.cat(both, -1)
+    return out if rest.shape[-1] == 0 else torch.cat([out, rest], -1)
 
 
-def _angles(positions: Tensor, dim: int, base: float) -> Tensor:  # (..., n, dim / 2)
-    """In float64 where there is one: a float32 angle at position 100,000 is wrong in the second digit of its sine."""
+def frequencies(dim: int, base: float, device: torch.device) -> Tensor:  # (dim / 2,)
+    """base^(-2k/dim), in float64 where there is one.
+
+    A float32 angle at position 100,000 is wrong in the second digit of its sine.
+    """
     if dim < 2 or dim % 2:
         raise ShapeError(f"positions need an even dim of at least 2; got {dim}.")
-    wide = finest(positions.device)
-    w = base ** (-torch.arange(0, dim, 2, device=positions.device, dtype=wide) / dim)
-    return positions.to(wide)[..., None] * w
+    return base ** (-torch.arange(0, dim, 2, device=device, dtype=finest(device)) / dim)

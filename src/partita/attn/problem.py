@@ -16,6 +16,7 @@ from partita.attn.rows import KeysOf, RowsOf, blocks
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.scale import Policy, TargetEntropy
+from partita.score import Score
 from partita.support import Support
 from partita.support.base import check_support
 
@@ -35,6 +36,7 @@ class Options(TypedDict, total=False):
     support: Support | None
     bias: Tensor | Bias | None
     softcap: float | None
+    score: Score | None
 
 
 def distribution(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Gibbs:
@@ -42,7 +44,8 @@ def distribution(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Gibb
     scale, support, bias, rule = _ingredients(query, key, options)
     assert rule is None
     softcap, grouped = options.get("softcap"), options.get("enable_gqa", False)
-    return Gibbs(query, key, scale=scale, bias=bias, support=support, softcap=softcap, grouped=grouped)
+    score = options.get("score")
+    return Gibbs(query, key, scale=scale, bias=bias, support=support, softcap=softcap, grouped=grouped, score=score)
 
 
 def _ingredients(
@@ -66,7 +69,8 @@ def _ingredients(
         bias = bias.reshape(1, -1)
     if options.get("is_causal", False):
         support = both(support, supports.causal())
-    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    if scale is None:  # a score of another kind has a size of its own
+        scale = max(query.shape[-1], 1) ** -0.5 if options.get("score") is None else 1.0
     if rule is not None and isinstance(scale, TargetEntropy):
         raise ValueRangeError(
             "TargetEntropy takes no position bias: with a bias the entropy is not monotone in the scale."
@@ -86,11 +90,13 @@ class Problem:
     rule: Bias | None  # a bias made a block at a time
     softcap: float | None
     grouped: bool
+    score: Score | None = None
 
     @staticmethod
     def of(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Problem:
         scale, support, bias, rule = _ingredients(query, key, options)
-        return Problem(query, key, scale, support, bias, rule, options.get("softcap"), options.get("enable_gqa", False))
+        softcap, grouped = options.get("softcap"), options.get("enable_gqa", False)
+        return Problem(query, key, scale, support, bias, rule, softcap, grouped, options.get("score"))
 
     @property
     def n_query(self) -> int:
@@ -120,14 +126,18 @@ class Problem:
         support = support if also is None else both(support, also)
         return self._gibbs(self.query[..., rows, :], scale, self._bias(rows), support)
 
-    def keys(self, cols: slice) -> Gibbs:
-        """The distribution of all rows over some of the keys of a resolved problem."""
+    def keys(self, cols: slice, query: Tensor | None = None, key: Tensor | None = None) -> Gibbs:
+        """The distribution of all rows over some of the keys of a resolved problem.
+
+        query, key: what stands in for the queries and for those keys.
+        """
         bias = self._bias(slice(0, self.n_query))
         bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., cols]
         support = self.support
         if support is not None and (cols.start, cols.stop) != (0, self.n_key):
             support = KeysOf(support, cols.start, self.n_key)
-        return replace(self, key=self.key[..., cols, :])._gibbs(self.query, self.scale, bias, support)
+        key = self.key[..., cols, :] if key is None else key
+        return replace(self, key=key)._gibbs(self.query if query is None else query, self.scale, bias, support)
 
     def divided(self, temperature: float, noise: Bias) -> Problem:
         """A resolved problem whose scores are (score + noise) / temperature."""
@@ -142,29 +152,35 @@ class Problem:
         """One value per query head."""
         return value.repeat_interleave(self.query.shape[-3] // value.shape[-3], -3) if self.grouped else value
 
-    def content(self, rows: slice) -> Tensor:  # (..., rows, n_key)
-        """softcap(scale * <query, key>) of a block of rows of a resolved problem, in float32 or better."""
+    def content(self, rows: slice, cols: slice = slice(None)) -> Tensor:  # (..., rows, cols)
+        """softcap(scale * <query, key>) of a tile of a resolved problem, in float32 or better."""
         assert not isinstance(self.scale, Policy)
         dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
         scale = self.scale
         if isinstance(scale, Tensor):
             scale = (scale[..., rows] if scale.dim() and scale.shape[-1] != 1 else scale)[..., None].to(dtype)
-        query = self.query[..., rows, :].to(dtype) * scale
-        scores = query @ self.spread(self.key).to(dtype).mT
+        query, key = self.query[..., rows, :].to(dtype), self.spread(self.key[..., cols, :]).to(dtype)
+        scores = (query * scale) @ key.mT if self.score is None else self.score(query, key) * scale
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
-    def plus_bias(self, scores: Tensor, rows: slice) -> Tensor:
+    def plus_bias(self, scores: Tensor, rows: slice, cols: slice = slice(None)) -> Tensor:
         bias = self._bias(rows)
+        bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., cols]
         return scores if bias is None else scores + bias.to(scores.dtype)
 
-    def hidden(self, scores: Tensor, rows: slice) -> Tensor:
+    def hidden(self, scores: Tensor, rows: slice, cols: slice | None = None) -> Tensor:
         """-inf where a key is not visible."""
+        seen = self.seen(rows, slice(0, self.n_key) if cols is None else cols, scores.shape[:-2])
+        return scores if seen is None else torch.where(seen, scores, -torch.inf)
+
+    def seen(self, rows: slice, cols: slice, batch: Sequence[int]) -> Tensor | None:  # (..., rows, cols)
+        """Which keys of a tile are visible; None where all are."""
         if self.support is None:
-            return scores
-        seen = self._of_rows(self.support, rows).dense(
-            rows.stop - rows.start, self.n_key, scores.shape[:-2], scores.device
-        )
-        return torch.where(seen, scores, -torch.inf)
+            return None
+        support = self._of_rows(self.support, rows)
+        if (cols.start, cols.stop) != (0, self.n_key):
+            support = KeysOf(support, cols.start, self.n_key)
+        return support.dense(rows.stop - rows.start, cols.stop - cols.start, batch, self.query.device)
 
     def _of_rows(self, support: Support, rows: slice) -> Support:
         whole = (rows.start, rows.stop) == (0, self.n_query)
@@ -183,8 +199,9 @@ class Problem:
         self, query: Tensor, scale: float | Tensor | Policy, bias: Tensor | None, support: Support | None
     ) -> Gibbs:
         return Gibbs(
-            query, self.key, scale=scale, bias=bias, support=support, softcap=self.softcap, grouped=self.grouped
-        )
+            query, self.key, scale=scale, bias=bias, support=support, softcap=self.softcap, grouped=self.grouped,
+            score=self.score,
+        )  # fmt: skip
 
     def _like(self) -> Tensor:
         return self.query.detach()

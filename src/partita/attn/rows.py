@@ -5,6 +5,7 @@ What belongs to pairs and is no operand of the engine (dropout masks, distance b
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from partita.engine.terms import Term
 from partita.engine.visibility import Visibility
 from partita.support import Support
 
-__all__ = ["KeysOf", "RowsOf", "blocks", "by_rows", "states_by_rows"]
+__all__ = ["KeysOf", "RowsOf", "blocks", "by_rows", "squares", "states_by_rows", "states_by_tiles"]
 
 _CELLS = 1 << 22  # pairs in a block, over all heads
 _FEWEST = 64  # rows: smaller blocks would spend their time starting
@@ -63,6 +64,16 @@ def blocks(n_query: int, n_key: int, batch: Sequence[int]) -> list[slice]:
     return [slice(i, min(i + step, n_query)) for i in range(0, n_query, step)]
 
 
+def squares(n_query: int, n_key: int, batch: Sequence[int]) -> tuple[list[slice], list[slice]]:
+    """Rows and keys of square tiles with about `_CELLS` pairs each; one tile where that is enough, or while tracing."""
+    cells = math.prod(batch)
+    if torch.compiler.is_compiling() or n_query * n_key * cells <= _CELLS:
+        return [slice(0, n_query)], [slice(0, n_key)]
+    side = max(_FEWEST, math.isqrt(_CELLS // max(1, cells)))
+    rows, keys = ([slice(i, min(i + side, n)) for i in range(0, n, side)] for n in (n_query, n_key))
+    return rows, keys
+
+
 def by_rows(
     run: Callable[[slice], tuple[Tensor, ...]], parts: Sequence[slice], tails: Sequence[int]
 ) -> tuple[Tensor, ...]:
@@ -85,11 +96,39 @@ def states_by_rows(run: Callable[[slice], State], parts: Sequence[slice]) -> Sta
     """States of blocks of rows, each with a moment, joined."""
     if len(parts) == 1:
         return run(parts[0])
+    return _joined([_state(_recomputed(lambda rows: _sums(run(rows)), rows)) for rows in parts])
 
-    def flat(rows: slice) -> tuple[Tensor, ...]:
-        state = run(rows)
-        return tuple(getattr(state, name) for name in _SUMS)
 
-    joined = by_rows(flat, parts, [1 if name == "moment" else 0 for name in _SUMS])
-    peak, mass, first, spread, count, moment = joined
+def states_by_tiles(
+    run: Callable[[slice, slice], State],
+    shown: Callable[[slice, slice], bool],
+    rows: Sequence[slice],
+    keys: Sequence[slice],
+) -> State:
+    """States of tiles, merged along the keys and joined along the rows; tiles without a visible key are passed by.
+
+    Nothing of a tile is kept for the backward pass but what it was made of.
+    """
+    if len(rows) == 1 and len(keys) == 1:
+        return run(rows[0], keys[0])
+    found = []
+    for part in rows:
+        seen = [cols for cols in keys if shown(part, cols)] or keys[:1]
+        each = (_state(_recomputed(lambda r, c=cols: _sums(run(r, c)), part)) for cols in seen)  # type: ignore[misc]
+        found.append(functools.reduce(State.merge, each))
+    return _joined(found)
+
+
+def _sums(state: State) -> tuple[Tensor, ...]:
+    return tuple(getattr(state, name) for name in _SUMS)
+
+
+def _state(sums: tuple[Tensor, ...]) -> State:
+    peak, mass, first, spread, count, moment = sums
     return State(peak, mass, first, spread, count, moment)
+
+
+def _joined(states: Sequence[State]) -> State:
+    """Of rows that follow one another."""
+    parts = zip(*map(_sums, states), strict=True)
+    return _state(tuple(torch.cat(p, -2 if name == "moment" else -1) for name, p in zip(_SUMS, parts, strict=True)))

@@ -20,6 +20,7 @@ from partita.gibbs import Gibbs, plain_attention
 from partita.precision import output_dtype
 from partita.processes import processes_of
 from partita.scale import Policy
+from partita.score import Score
 from partita.support import Support
 
 __all__ = ["attention", "finish"]
@@ -42,6 +43,7 @@ def attention(
     sink: Tensor | None = None,
     return_stats: Literal[False] = False,
     group: object | None = None,
+    score: Score | None = None,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -60,6 +62,7 @@ def attention(
     sink: Tensor | None = None,
     return_stats: Literal[True],
     group: object | None = None,
+    score: Score | None = None,
 ) -> tuple[Tensor, Stats]: ...
 @overload
 def attention(
@@ -79,6 +82,7 @@ def attention(
     return_stats: bool = False,
     return_received: Literal[True],
     group: object | None = None,
+    score: Score | None = None,
 ) -> tuple[Any, ...]: ...
 @overridable
 def attention(
@@ -98,6 +102,7 @@ def attention(
     return_stats: bool = False,
     return_received: bool = False,
     group: object | None = None,
+    score: Score | None = None,
 ) -> Tensor | tuple[Any, ...]:
     """The mean value each query sees: E[value_j] for j drawn from Gibbs(query, key).
 
@@ -119,8 +124,11 @@ def attention(
     group: a torch.distributed group (or DeviceMesh) over which the sequence is spread: each rank passes its slice of
         query, key and value, in rank order or in that of `partita.distributed.zigzag(group)`, and gets the outputs and
         statistics of its own rows. Supports and masks speak of positions in the whole sequence.
+    score: what stands in the place of <query, key>, as for `Gibbs`; `scale` None then means 1.
     """
     if group is not None:
+        if score is not None:
+            raise ValueRangeError("score= needs every row in one process; leave out group.")
         if return_received:
             raise ValueRangeError("return_received needs every row in one process; leave out group.")
         call = ShardedAttention(
@@ -131,7 +139,7 @@ def attention(
     check_dropout(dropout_p)
     if (
         attn_mask is None and support is None and bias is None and softcap is None and sink is None
-        and dropout_p == 0.0 and (scale is None or type(scale) is float) and not return_received
+        and dropout_p == 0.0 and score is None and (scale is None or type(scale) is float) and not return_received
     ):  # fmt: skip
         found = plain_attention(query, key, value, scale, is_causal, enable_gqa, return_stats)
         if found is not None:
@@ -144,6 +152,7 @@ def attention(
         "support": support,
         "bias": bias,
         "softcap": softcap,
+        "score": score,
     }
     if dropout_p == 0.0 and not isinstance(bias, Bias):
         p = distribution(query, key, **options)

@@ -1,9 +1,8 @@
-"""Other ways to choose: the k best, the best, a random one; and a normalisation without exponentials, to compare with.
+"""Other ways to choose: the k best, the best, a random one.
 
 top-k    softmax over the k best keys of each row                                        (M-SPA-1)
 hard     the best key's value; soft attention's gradient                                 (M-SPA-2)
 Gumbel   softmax((score + noise) / temperature): a relaxed sample of one key             (M-SPA-3)
-L1       |score_j| / sum |score|
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from partita.attn.problem import Options
 
-__all__ = ["TopK", "gumbel_attention", "hard_attention", "l1_attention", "mean_entropy", "top_k_attention"]
+__all__ = ["TopK", "gumbel_attention", "hard_attention", "top_k_attention"]
 
 
 class TopK(NamedTuple):
@@ -122,38 +121,3 @@ def gumbel_attention(
         state = states_by_rows(lambda rows: sharp.rows(rows).state(value), sharp.blocks(value))
         return state.expectation().to(value.dtype)
     return by_rows(lambda rows: (_hard(sharp.rows(rows), value, problem)[0],), sharp.blocks(value), (1,))[0]
-
-
-def l1_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Tensor:
-    """Weights proportional to the size of the score instead of its exponential, for comparison.
-
-        out_i = sum_j |score_ij| value_j / sum_j |score_ij|          0 where every score is 0
-
-    It is blind to a common factor of the scores, so no scale sharpens it, and to their sign.
-
-    >>> l1_attention(torch.ones(1, 1), torch.tensor([[1.0], [-3.0]]), torch.tensor([[4.0], [8.0]]))
-    tensor([[7.]])
-    """
-    problem = Problem.of(query, key, **options).resolved()
-
-    values = problem.spread(value)
-
-    def run(rows: slice) -> tuple[Tensor]:
-        scores = problem.hidden(problem.plus_bias(problem.content(rows), rows), rows)
-        size = torch.where(scores.isneginf(), 0.0, scores.abs())
-        total = size.sum(-1, keepdim=True)
-        return ((size @ values.to(size.dtype) / torch.where(total == 0, 1.0, total)).to(value.dtype),)
-
-    return by_rows(run, problem.blocks(value), (1,))[0]
-
-
-def mean_entropy(stats: Stats) -> Tensor:
-    """Mean entropy of the rows that see a key, differentiable: what an entropy-regularised loss adds.
-
-        loss - beta * mean_entropy(stats)        beta > 0 keeps attention broad, beta < 0 sharpens it   (M-INF-5)
-
-    >>> mean_entropy(Gibbs(torch.zeros(2, 1), torch.zeros(5, 1)).stats())  # log 5
-    tensor(1.6094)
-    """
-    seen = stats.visible > 0
-    return torch.where(seen, stats.entropy, 0.0).sum() / seen.sum().clamp(min=1)

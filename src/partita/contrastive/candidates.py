@@ -74,6 +74,7 @@ def agree(
     scale: float | Tensor,
     options: Sequence[object] = (),
     sizes: Sequence[int] = (),
+    others: Mapping[str, Fact] | None = None,
 ) -> Processes:
     """Ask the others whether they make the same call, and how many rows of each kind they bring.
 
@@ -83,7 +84,7 @@ def agree(
     if processes.alone:
         return processes.agree(call, given, {})
     grad = torch.is_grad_enabled()
-    facts: dict[str, Fact] = {"the temperature or scale": PerRow(scale, given[0])}
+    facts: dict[str, Fact] = {"the temperature or scale": PerRow(scale, given[0]), **(others or {})}
     for name, tensor in tensors.items():
         facts[f"the dtype of {name}"] = None if tensor is None else tensor.dtype
         facts[f"the last dimension of {name}"] = None if tensor is None else tensor.shape[-1]

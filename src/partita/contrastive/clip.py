@@ -13,8 +13,7 @@ from partita.contrastive.diagonal import diagonal_loss
 from partita.engine import Stats
 from partita.errors import ShapeError
 from partita.precision import loss_dtype, product
-from partita.processes import check_alone, processes_of
-from partita.rows import in_row_blocks, reduce_rows
+from partita.processes import processes_of
 
 __all__ = ["clip_loss", "siglip_loss"]
 
@@ -62,6 +61,7 @@ def clip_loss(
     )
 
 
+@overridable
 def siglip_loss(
     image_features: Tensor,  # (n, dim)
     text_features: Tensor,  # (n, dim)
@@ -76,29 +76,29 @@ def siglip_loss(
         loss_i = sum_j -log sigmoid( z_ij s_ij ),      z = 1 on the diagonal, -1 elsewhere
 
     `mean` divides by the number of rows, as open_clip's SigLipLoss does. There is no partition function here, hence no
-    statistics of one.
+    statistics of one. Over a `group` the texts of all ranks are asked, passed round in blocks.
 
     >>> siglip_loss(torch.zeros(4, 2), torch.zeros(4, 2), 1.0)  # 4 log 2
     tensor(2.7726)
     """
-    check_alone("siglip_loss", group)
-    _checks.check_reduction(reduction)
-    check_pairs(image_features, text_features, _NAMES)
-    dtype = torch.promote_types(image_features.dtype, torch.float32)
-    scale = _scalar("logit_scale", logit_scale, image_features)
-    bias = _scalar("logit_bias", 0.0 if logit_bias is None else logit_bias, image_features)
+    processes = processes_of(group)
+    with processes.checks():
+        _checks.check_reduction(reduction)
+        check_pairs(image_features, text_features, _NAMES)
+        scale = _scalar("logit_scale", logit_scale, image_features)
+        bias = _scalar("logit_bias", 0.0 if logit_bias is None else logit_bias, image_features)
+    features = dict(zip(_NAMES, (image_features, text_features), strict=True))
+    learned = torch.is_grad_enabled() and (scale.requires_grad, bias.requires_grad)
+    processes = agree(processes, "siglip_loss", features, scale, (reduction, learned), others={"logit_bias": bias})
+    rows = processes.ask_all(_questions, image_features, text_features, [scale, bias])
+    return processes.reduce(rows, reduction).to(loss_dtype(image_features))
 
-    # in the precision of the sums from here on: gradients of half-precision features are added up, then rounded once
-    images, texts = image_features.to(dtype), text_features.to(dtype)
-    numbers = torch.arange(len(texts), device=texts.device)
 
-    def questions(image: Tensor, number: Tensor, text: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
-        s = factor * product(image, text.mT) + shift
-        # the sign comes first: softplus(s) - s in place of softplus(-s) would lose a "yes" that is nearly certain
-        return -logsigmoid(torch.where(numbers == number[:, None], s, -s)).sum(-1)
-
-    rows = in_row_blocks(questions, [images, numbers], [texts, scale, bias], len(texts))
-    return reduce_rows(rows, reduction).to(loss_dtype(image_features))
+def _questions(image: Tensor, number: Tensor, text: Tensor, numbers: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
+    """Of each image to all these texts; the one with its number is its own."""
+    s = factor * product(image, text.mT) + shift
+    # the sign comes first: softplus(s) - s in place of softplus(-s) would lose a "yes" that is nearly certain
+    return -logsigmoid(torch.where(numbers == number[:, None], s, -s)).sum(-1)
 
 
 def _scalar(name: str, given: float | Tensor, like: Tensor) -> Tensor:

@@ -7,29 +7,32 @@ hardest_share       = largest share of one negative in the push, P_m / (1 - P_+)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from partita.contrastive.candidates import Bank
 from partita.engine import State, Stats
-from partita.rows import LossStats
+from partita.rows import LossStats, and_fields
 
 __all__ = ["ContrastStats", "LabelStats", "above", "per_row", "readout", "similarity_moments", "width_of"]
 
 
-class _ContrastFields(NamedTuple):
-    log_partition: Tensor
-    entropy: Tensor
-    mean_score: Tensor
-    score_variance: Tensor
-    max_score: Tensor
-    visible: Tensor
-    target_rank: Tensor
-    correct: Tensor
-    confidence: Tensor
-    nll: Tensor
+_APART = (
+    *("effective_negatives", "hardest_share", "positive_similarity", "negative_similarity", "negative_variance"),
+    *("negatives", "scale", "query_norm", "key_norm"),
+)
+_BY_LABEL = ("correct", "confidence", "nll", "positives", "negatives", "effective_negatives", "scale", "query_norm")
+
+
+class ContrastStats(and_fields(LossStats, *_APART), LossStats):  # type: ignore[misc]
+    """`LossStats` of each anchor's candidates, and what is said of positive and negatives apart.
+
+    Similarities are before the temperature; `negative_similarity` and `negative_variance` are over all negatives given.
+    """
+
+    __slots__ = ()
+    __repr__ = Stats.__repr__
     effective_negatives: Tensor
     hardest_share: Tensor
     positive_similarity: Tensor
@@ -39,16 +42,6 @@ class _ContrastFields(NamedTuple):
     scale: Tensor  # what similarities are multiplied by: 1 / temperature
     query_norm: Tensor  # of the anchor, as it enters the product
     key_norm: Tensor  # of its positive, likewise
-
-
-class ContrastStats(_ContrastFields, LossStats):  # type: ignore[misc]  # tuples whose first fields agree
-    """`LossStats` of each anchor's candidates, and what is said of positive and negatives apart.
-
-    Similarities are before the temperature; `negative_similarity` and `negative_variance` are over all negatives given.
-    """
-
-    __slots__ = ()
-    __repr__ = Stats.__repr__
 
     @property
     def information_cap(self) -> Tensor:
@@ -64,13 +57,11 @@ class ContrastStats(_ContrastFields, LossStats):  # type: ignore[misc]  # tuples
         return self.information_cap - self.nll.detach().mean()
 
 
-class _LabelFields(NamedTuple):
-    log_partition: Tensor
-    entropy: Tensor
-    mean_score: Tensor
-    score_variance: Tensor
-    max_score: Tensor
-    visible: Tensor
+class LabelStats(and_fields(Stats, *_BY_LABEL), Stats):  # type: ignore[misc]
+    """The row statistics of anchors with many positives, and what is said of positives and negatives apart."""
+
+    __slots__ = ()
+    __repr__ = Stats.__repr__
     correct: Tensor  # the best candidate is a positive
     confidence: Tensor
     nll: Tensor  # the mean over the anchor's positives; 0 where it has none
@@ -79,13 +70,6 @@ class _LabelFields(NamedTuple):
     effective_negatives: Tensor
     scale: Tensor
     query_norm: Tensor
-
-
-class LabelStats(_LabelFields, Stats):  # type: ignore[misc]  # tuples whose first fields agree
-    """The row statistics of anchors with many positives, and what is said of positives and negatives apart."""
-
-    __slots__ = ()
-    __repr__ = Stats.__repr__
 
 
 def readout(

@@ -155,7 +155,7 @@ def _many_positives(
         confidence = state.confidence()
         norm = torch.linalg.vector_norm(x.to(rows.dtype), dim=-1)
     push = negatives.count, width_of(negatives), per_row(scale, rows), norm
-    return LabelStats(*state.stats(), right, confidence, rows, count, *push)
+    return LabelStats(*state.stats(), right, confidence, rows, count, *push)  # type: ignore[call-arg]
 
 
 def _label_sums(

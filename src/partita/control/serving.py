@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import partita
-from partita.interception import SDPA, SOFTMAX
+from partita.interception import SDPA, SOFTMAX, named
 from partita.monitor.compiled import MODULE_CALL
 from partita.monitor.functions import HEADS
 from partita.monitor.kernel import laid_out
 from partita.monitor.modules import followed, is_attention
 
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
 
 
@@ -141,7 +140,7 @@ class _Mode(TorchFunctionMode):
         return handler(func, args, kwargs or {})
 
     def _sdpa(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = dict(zip(_SDPA, args, strict=False)) | kwargs
+        call = named(args, kwargs)
         query = call["query"]
         if query.is_nested or query.dim() < 3:
             return func(*args, **kwargs)
@@ -151,9 +150,9 @@ class _Mode(TorchFunctionMode):
 
     def _partita(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out, stats, *more = func(*args, **{**kwargs, "return_stats": True})
-        query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
-        if query.dim() >= 3:
-            self._report(stats.max_score, query, key)
+        call = named(args, kwargs)
+        if call["query"].dim() >= 3:
+            self._report(stats.max_score, call["query"], call["key"])
         given = (out, stats, *more) if kwargs.get("return_stats") else (out, *more)
         return given if len(given) > 1 else out
 
@@ -166,12 +165,8 @@ class _Mode(TorchFunctionMode):
         def softmax(inner: Callable[..., Any], *a: Any, **k: Any) -> Any:
             return self._softmax(inner, a, k)
 
-        wrappers = [(patch, patch.add(wrap)) for patch, wrap in ((SDPA, sdpa), (SOFTMAX, softmax))]
-        try:
+        with SDPA.around(sdpa), SOFTMAX.around(softmax):
             return func(*args, **kwargs)
-        finally:
-            for patch, wrapper in wrappers:
-                patch.remove(wrapper)
 
     def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scores = args[0] if args else kwargs.get("input")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from partita.distributed._ring.count import count_above
 from partita.distributed._ring.distribution import Ring
+from partita.distributed._ring.ends import merge_ends
 from partita.distributed._ring.group import Group, group_of
 from partita.distributed._ring.handshake import checks, confirm, handshake
 from partita.distributed._ring.layout import Layout
 from partita.distributed._ring.merge import merge_states
+from partita.distributed._ring.questions import ask_all
 from partita.engine import State
 from partita.engine.sums import Sums
 from partita.gibbs import Gibbs
@@ -120,19 +122,20 @@ class Ranks(Processes):
 
     def slices(self, gibbs: Gibbs, target: Tensor, here: Tensor, *, rank: bool, statistics: bool) -> Sums:
         if gibbs.key.shape[-2] == 0:
-            state = gibbs.reduce(statistics=statistics).state
-            score, ranks = torch.zeros_like(state.mass), target
+            sums = gibbs.reduce(statistics=statistics, extremes=rank)
+            score, ranks = torch.zeros_like(sums.mass), target
         else:
-            sums = gibbs.reduce(target=target, rank=rank, statistics=statistics)
+            sums = gibbs.reduce(target=target, rank=rank, statistics=statistics, extremes=rank)
             assert sums.target_score is not None
-            state, score, ranks = sums.state, sums.target_score, target if sums.rank is None else sums.rank
-        whole = self.merge(state, statistics)
+            score, ranks = sums.target_score, target if sums.rank is None else sums.rank
+        whole = self.merge(sums.state, statistics)
         score = self.total(torch.where(here, score, torch.zeros_like(score)))
         if not rank:
             return Sums.of(whole, score)
         if gibbs.key.shape[-2] and not bool(here.all()):
             ranks = torch.where(here, ranks, count_above(gibbs.request(), score.detach()))
-        return Sums.of(whole, score, self.added(ranks))
+        least, places = merge_ends(sums, sum(self.sizes[0][: self.rank]), self.group)
+        return Sums.of(whole, score, self.added(ranks))._replace(least=least, places=places)
 
     def both_ways(
         self, query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None, target: Tensor
@@ -144,3 +147,6 @@ class Ranks(Processes):
         rank = self._ring(query, key, 1.0, asked).sums(level=level, statistics=False).rank
         assert rank is not None
         return rank
+
+    def ask_all(self, ask: Callable[..., Tensor], rows: Tensor, key: Tensor, shared: Sequence[Tensor]) -> Tensor:
+        return ask_all(ask, self.group, self.sizes[1], rows, key, shared)

@@ -26,8 +26,8 @@ from partita.engine.terms import pack, unpack
 from partita.precision import no_autocast
 
 __all__ = [
-    "OPERANDS_SCHEMA", "PLAN_SCHEMA", "Gradients", "Pass", "Plan", "assemble", "backward", "forward", "gradients",
-    "read", "reduce",
+    "OPERANDS_SCHEMA", "PLAN_SCHEMA", "Gradients", "Pass", "Plan", "assemble", "backward", "flat", "forward",
+    "gradients", "raw_upstream", "read", "reduce",
 ]  # fmt: skip
 
 _ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the operands in `Gradients`
@@ -41,7 +41,7 @@ def forward(request: Request, backend: str = "") -> Sums:
         if request.extremes and sums.places is None:  # a backend may leave the ends of a row to the tiles
             ends = tiled.forward(replace(request, value=None, target=None, rank=False, statistics=False, mean=False))
             sums = sums._replace(least=ends.least, places=ends.places)
-        return sums
+        return sums.without_variance() if request.level == 1 else sums
 
 
 def backward(
@@ -64,18 +64,19 @@ class Plan:
     mean: bool
     backend: str  # "": chosen when the pass runs, since it is not known while tracing
     extremes: bool = False
+    variance: bool = True
 
     @staticmethod
     def of(request: Request, backend: str) -> tuple[Plan, tuple[Tensor | None, ...]]:
         """The plan, and all tensors of the request."""
         support, layout = pack(request.terms)
         r = request
-        plan = Plan(layout, r.softcap, r.cap_bias, r.rank, r.statistics, r.mean, backend, r.extremes)
+        plan = Plan(layout, r.softcap, r.cap_bias, r.rank, r.statistics, r.mean, backend, r.extremes, r.variance)
         return plan, (r.query, r.key, r.value, r.scale, r.bias, r.target, *support)
 
-    def options(self) -> tuple[list[int], float | None, bool, bool, bool, bool, str, bool]:
+    def options(self) -> tuple[list[int], float | None, bool, bool, bool, bool, str, bool, bool]:
         flags = (self.cap_bias, self.rank, self.statistics, self.mean)
-        return self.layout, self.softcap, *flags, self.backend, self.extremes
+        return self.layout, self.softcap, *flags, self.backend, self.extremes, self.variance
 
     def request(self, tensors: Sequence[Tensor | None]) -> Request:
         """The request these tensors belong to."""
@@ -86,14 +87,15 @@ class Plan:
         assert scale is not None
         return Request(
             query, key, value, scale, bias, target, terms, self.softcap, self.cap_bias,
-            rank=self.rank, statistics=self.statistics, mean=self.mean, extremes=self.extremes,
+            rank=self.rank, statistics=self.statistics, variance=self.variance, mean=self.mean,
+            extremes=self.extremes,
         )  # fmt: skip
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def _flat(sums: Sums) -> tuple[Tensor, ...]:
+def flat(sums: Sums) -> tuple[Tensor, ...]:
     """The fields of the sums, for an operator: an absent one is empty."""
     none = sums.mass.new_empty(_ABSENT)
     # in float64: a backend that works in other units must find the very peak again that its sums are relative to
@@ -115,7 +117,7 @@ def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
         mass,
         count,
         first if there else None,
-        spread if there else None,
+        spread if request.level > 1 else None,
         statistics if there else None,
         moment if valued and not request.mean else None,
         mean if valued and request.mean else None,
@@ -131,7 +133,8 @@ OPERANDS_SCHEMA = (
     "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
 )
 PLAN_SCHEMA = (
-    "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend, bool extremes"
+    "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend, bool extremes, "
+    "bool variance"
 )
 _GIVEN = "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target"
 
@@ -141,7 +144,7 @@ library.define("partita::reduce_backward", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}, 
 
 def read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Sequence[Any]]:
     """The plan, the tensors of the request, and what follows them in an operator's arguments."""
-    operands, support, plan, rest = arguments[:6], arguments[6], arguments[7:15], arguments[15:]
+    operands, support, plan, rest = arguments[:6], arguments[6], arguments[7:16], arguments[16:]
     layout, *options = plan
     return Plan(list(layout), *options), (*operands, *support), rest
 
@@ -151,7 +154,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     plan, tensors, _ = read(arguments)
     request = plan.request(tensors)
     check_values(request)
-    return _flat(forward(request, plan.backend))
+    return flat(forward(request, plan.backend))
 
 
 @library.register_fake("partita::reduce")  # type: ignore[untyped-decorator]
@@ -170,7 +173,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         empty(True),
         empty(True),
         empty(r.statistics),
-        empty(r.statistics),
+        empty(r.level > 1),
         empty(r.statistics, (5, *rows)),
         empty(valued and not r.mean, values),
         empty(valued and r.mean, values),
@@ -225,7 +228,7 @@ class Pass(torch.autograd.Function):
     @staticmethod
     def forward(plan: Plan, request: Request | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         if request is not None:
-            return _flat(forward(request, plan.backend))
+            return flat(forward(request, plan.backend))
         return reduce(plan, tensors)
 
     @staticmethod
@@ -259,33 +262,47 @@ def _remember(ctx: Any, plan: Plan, tensors: Sequence[Tensor | None], output: tu
     ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
 
 
+def raw_upstream(
+    level: int, mean: bool, sums: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...] | None:
+    """Gradients of mass, first, second, moment and the target's score from those of a pass's results; None if none.
+
+    sums: mass, first, spread and mean value, as the pass gave them.
+    """
+    mass, first, spread, mean_value = sums
+    _, g_mass, _, g_first, g_spread, g_stats, g_moment, g_mean, g_target, *_ = grads
+    if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target)):
+        return None
+    by_name = {} if g_stats is None else dict(zip(Stats._fields, g_stats.unbind(), strict=False))
+    raw = raw_gradients(
+        mass,
+        first if level > 0 else None,
+        spread if level > 1 else None,
+        mean_value,
+        g_mass=g_mass,
+        g_first=g_first if level > 0 else None,
+        g_spread=g_spread if level > 1 else None,
+        g_mean=g_mean if mean else None,
+        g_log_partition=by_name.get("log_partition"),
+        g_entropy=by_name.get("entropy"),
+        g_mean_score=by_name.get("mean_score"),
+        g_variance=by_name.get("score_variance") if level > 1 else None,
+    )
+    return raw.mass, raw.first, raw.second, raw.moment if mean else g_moment, g_target
+
+
 def _pulled_back(ctx: Any, needed: Sequence[bool], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     """Gradients of query, key, value, scale and bias from those of a pass's results."""
     plan = ctx.plan
     *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
-    _, g_mass, _, g_first, g_spread, g_stats, g_moment, g_mean, g_target, *_ = grads
-    if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target)):
+    rows = raw_upstream(1 + plan.variance if plan.statistics else 0, plan.mean, (mass, first, spread, mean), grads)
+    if rows is None:
         return [None] * len(OPERANDS)
-    by_name = {} if g_stats is None else dict(zip(Stats._fields, g_stats.unbind(), strict=False))
-    raw = raw_gradients(
-        mass,
-        first if plan.statistics else None,
-        spread if plan.statistics else None,
-        mean,
-        g_mass=g_mass,
-        g_first=g_first if plan.statistics else None,
-        g_spread=g_spread if plan.statistics else None,
-        g_mean=g_mean if plan.mean else None,
-        g_log_partition=by_name.get("log_partition"),
-        g_entropy=by_name.get("entropy"),
-        g_mean_score=by_name.get("mean_score"),
-        g_variance=by_name.get("score_variance"),
-    )
-    moment = raw.moment if plan.mean else g_moment
+    *of_rows, moment, g_target = rows
     moment = None if tensors[2] is None else moment
     target = None if tensors[5] is None else g_target
     needs = [t is not None and need for t, need in zip(tensors[:5], needed, strict=False)]
-    given = (*tensors, peak, raw.mass, raw.first, raw.second, moment, target)
+    given = (*tensors, peak, *of_rows, moment, target)
     found = iter(Gradients.apply(plan, needs, ctx.seen, *given))  # type: ignore[no-untyped-call]
     return [next(found) if need else None for need in needs]
 

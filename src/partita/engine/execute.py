@@ -10,6 +10,7 @@
     accumulate(totals)      statistics of rows added up by heads, where a backend can
     forward, backward       one pass and its gradients without autograd, for those who bring their own (the ring)
     top, sample             keys chosen by their scores, tile by tile
+    gaps                    keys counted by how near they score to the best
     scores                  the scores themselves, all at once
 
 Who may follow: autograd, a transform of torch.func or forward mode (they *differentiate*); a tracer, a dispatch mode, a
@@ -30,10 +31,12 @@ from partita.engine import autograd, backends, selection
 from partita.engine.autograd import backward, forward
 from partita.engine.backends import tiled
 from partita.engine.fused import BothWaysNll, WeightedDivergence, WeightedNll
+from partita.engine.gaps import gaps as count_gaps
 from partita.engine.pair import Divergence, Question
+from partita.engine.pairs import written_out
 from partita.engine.received import Received, columns
 from partita.engine.request import Request
-from partita.engine.selection import sample
+from partita.engine.scored import ScoredDivergence, ScoredPass, ScoredReceived, own_operands, with_operands
 from partita.engine.state import Stats, divided
 from partita.engine.sums import Sums
 from partita.precision import autocasts
@@ -49,6 +52,7 @@ __all__ = [
     "received",
     "sample",
     "scores",
+    "gaps",
     "top",
     "weighted_divergence",
     "weighted_nll",
@@ -87,7 +91,9 @@ def _audience(tensors: Sequence[Tensor | None]) -> _Audience:
 
 def execute(request: Request) -> Sums:
     """One differentiable pass over a request."""
-    r = request
+    r = _traceable(request)
+    if r.pairs is not None:
+        return _scored(r)
     audience = _audience((r.query, r.key, r.value, r.scale, r.bias))
     if not audience.differentiates and not audience.looks:
         return _ungrouped(forward(replace(r, last=True)), r)
@@ -95,6 +101,29 @@ def execute(request: Request) -> Sums:
     if not audience.differentiates:
         return _ungrouped(autograd.assemble(autograd.reduce(plan, tensors), r), r)
     out = autograd.Pass.apply(plan, None if audience.looks else r, *tensors)  # type: ignore[no-untyped-call]
+    return _ungrouped(autograd.assemble(out, r, out[1].grad_fn), r)
+
+
+def _traceable(request: Request) -> Request:
+    """Whoever transforms or traces cannot be told of a function of tiles: its scores are written out."""
+    if request.pairs is None:
+        return request
+    tensors = own_operands(request)
+    inside = torch.compiler.is_compiling() or (_audience(tensors).looks and not torch._C._autograd._profiler_enabled())
+    return written_out(request) if inside else request
+
+
+def _scored(request: Request) -> Sums:
+    """A pass whose score is a function of tiles."""
+    r, operands = request, own_operands(request)
+    if not _audience(operands).differentiates:
+        return _ungrouped(forward(replace(r, last=True)), r)
+
+    def again(*given: Tensor | None) -> tuple[Tensor, ...]:
+        asked = replace(with_operands(r, given), groups=1)
+        return autograd.flat(execute(written_out(asked)))
+
+    out = ScoredPass.apply(r, again, *operands)  # type: ignore[no-untyped-call]
     return _ungrouped(autograd.assemble(out, r, out[1].grad_fn), r)
 
 
@@ -110,7 +139,10 @@ def _named(request: Request, other: Request | None = None) -> str:
 
 def received(request: Request, peak: Tensor, mass: Tensor, weight: Tensor) -> Tensor:  # (*b, K)
     """sum_i weight_i p(j|i), for the peak and mass of the rows that a pass gave; groups of queries add up."""
-    r, shared = request, request.groups > 1
+    r, shared = _traceable(request), request.groups > 1
+    if r.pairs is not None:
+        out = _scored_received(r, peak, mass, weight, shared)
+        return out.squeeze(-2) if shared else out
     audience = _audience((r.query, r.key, r.scale, r.bias, weight))
     if not audience.differentiates and not audience.looks:
         out = columns(r, "", peak, divided(weight, mass), shared)
@@ -122,6 +154,22 @@ def received(request: Request, peak: Tensor, mass: Tensor, weight: Tensor) -> Te
     return out.squeeze(-2) if shared else out
 
 
+def _scored_received(request: Request, peak: Tensor, mass: Tensor, weight: Tensor, shared: bool) -> Tensor:
+    r, operands = request, own_operands(request)
+    if not _audience((*operands, weight)).differentiates:
+        return columns(r, "", peak, divided(weight, mass), shared)
+
+    def mean(g: Tensor, weight: Tensor, *given: Tensor | None) -> Tensor:
+        value = g[..., None].to(r.query.dtype)
+        asked = replace(with_operands(r, given), value=value, statistics=False, mean=True, groups=1)
+        seen = execute(asked).mean
+        assert seen is not None
+        return (weight * seen[..., 0]).sum()
+
+    out: Tensor = ScoredReceived.apply(r, mean, shared, peak, mass, weight, *operands)  # type: ignore[no-untyped-call]
+    return out
+
+
 def _apart(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """While tracing a view of each: a graph takes no autograd function that is given one tensor twice."""
     if not torch.compiler.is_compiling():
@@ -131,6 +179,12 @@ def _apart(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 def divergence(p: Request, q: Request, kind: str, beta: float) -> Tensor:  # (*b, Q)
     """The divergence of every row of two requests with the same number of batch dimensions, rows and keys."""
+    p, q = _traceable(p), _traceable(q)
+    if p.pairs is not None or q.pairs is not None:
+        one, other = own_operands(p), own_operands(q)
+        call = (p, q, kind, beta, len(one))
+        rows: Tensor = ScoredDivergence.apply(*call, *one, *other)  # type: ignore[no-untyped-call]
+        return p.ungroup(rows)
     audience = _audience((p.query, p.key, p.scale, p.bias, q.query, q.key, q.scale, q.bias))
     ask, tensors = Question.of(p, q, kind, beta, _named(p, q))
     requests = None if audience.looks else (p, q)
@@ -219,6 +273,7 @@ def weighted_nll(request: Request, weight: Tensor) -> Tensor:  # ()
 
 def _again(request: Request) -> Any:
     softcap, cap_bias, terms = request.softcap, request.cap_bias, request.terms
+    assert request.pairs is None  # no backend has a kernel for it
 
     def ordinary(
         query: Tensor, key: Tensor, scale: Tensor, bias: Tensor | None, target: Tensor, weight: Tensor
@@ -233,6 +288,11 @@ def both_ways(request: Request) -> tuple[Tensor, Tensor]:  # (n,), (n,)
     """-log p(i|i) of key i among the keys for query i, and of query i among the queries for key i."""
     r = request
     operands = (r.query, r.key, r.scale)
+    if r.pairs is not None:
+        asked = replace(r, target=_own(r.query), statistics=False)
+        turned = replace(asked, query=r.key, key=r.query, bias=None if r.bias is None else r.bias.mT)
+        turned = replace(turned, target=_own(r.key), pairs=r.pairs.turned())
+        return execute(asked).nll(), execute(turned).nll()
     plain = r.query.dim() == 2 and r.n_query == r.n_key > 0 and r.scale.numel() == 1 and r.bias is None
     backend = _kernel("both_ways", r, operands) if plain and not r.terms and r.softcap is None else None
     if backend is not None:
@@ -262,8 +322,7 @@ def _kernel(
         return None
     named, requests = backends.current() != "auto", (request,) if other is None else (request, other)
     for entry in backends.asked():
-        why_not = entry.why_no_loss or entry.why_not
-        if all((why_not(r) or (None if named else entry.unasked(r))) is None for r in requests):
+        if all((entry.refuses(r, loss=True) or (None if named else entry.unasked(r))) is None for r in requests):
             return entry if getattr(entry, name) is not None else None
     return None
 
@@ -277,12 +336,23 @@ def accumulate(totals: Sequence[Tensor], *rows: Any) -> bool:
 # ---- the scores themselves ------------------------------------------------------------------------------------------
 
 
+def sample(request: Request, generator: torch.Generator | None = None) -> Tensor:  # (*b, Q)
+    """One key per row, drawn; -1 on an empty row."""
+    return selection.sample(_traceable(request), generator)
+
+
 def top(request: Request, k: int) -> tuple[Tensor, Tensor]:  # (*b, Q, k) each
     """The k best scores and their keys, best first, without a gradient; past the visible keys -inf and -1."""
-    r = request
+    r = _traceable(request)
     return selection.top(r, k, kernels=not _audience((r.query, r.key, r.scale, r.bias)).looks)
 
 
+def gaps(request: Request, edges: Sequence[float] | Tensor) -> Tensor:  # (*b, Q, E) int64
+    """How many visible keys score within each edge of their row's largest score, without a gradient."""
+    r = request
+    return count_gaps(r, edges, kernels=not _audience((r.query, r.key, r.scale, r.bias)).looks)
+
+
 def scores(request: Request) -> Tensor:  # (*b, Q, K)
-    """All scores at once, differentiable: the one dense thing here."""
+    """All scores at once, differentiable: the one dense thing here; parameters of a score get theirs from torch."""
     return tiled.scores_whole(request)

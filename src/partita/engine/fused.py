@@ -19,7 +19,7 @@ from partita.engine.backends.protocol import Backend, Divergences
 from partita.engine.request import Request
 from partita.engine.sums import OPERANDS
 
-__all__ = ["BothWaysNll", "WeightedDivergence", "WeightedNll"]
+__all__ = ["BothWaysNll", "WeightedDivergence", "WeightedNll", "recomputed"]
 
 
 class WeightedNll(torch.autograd.Function):
@@ -54,7 +54,7 @@ class WeightedNll(torch.autograd.Function):
             # through a retained graph recomputes.
             ahead, ctx.ahead = ctx.ahead, None
             return (None, None, None, None, *(None if x is None else _times(x, g) for x in ahead))
-        return (None, None, None, None, *_recomputed(ctx.again, operands, (target, weight), (g,)))
+        return (None, None, None, None, *recomputed(ctx.again, operands, (target, weight), (g,)))
 
 
 def _times(x: Tensor, g: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class WeightedDivergence(torch.autograd.Function):
         if ctx.ahead is not None and not torch.is_grad_enabled():
             ahead, ctx.ahead = ctx.ahead, None  # given away: a second backward recomputes
             return (*none, *(None if x is None else _times(x, g) for x in ahead))
-        return (*none, *_recomputed(ctx.again, ctx.saved_tensors, (), (g,)))
+        return (*none, *recomputed(ctx.again, ctx.saved_tensors, (), (g,)))
 
 
 class BothWaysNll(torch.autograd.Function):
@@ -133,11 +133,11 @@ class BothWaysNll(torch.autograd.Function):
             needs = (need_query, need_key, False, need_scale, False)
             found = ctx.backend.both_ways.backward(request, sums, g, needs)
         if found is None:
-            return (None, None, None, *_recomputed(ctx.again, ctx.saved_tensors, (), g))
+            return (None, None, None, *recomputed(ctx.again, ctx.saved_tensors, (), g))
         return (None, None, None, *(found.get(name) for name in OPERANDS if name in ("query", "key", "scale")))
 
 
-def _recomputed(
+def recomputed(
     function: Callable[..., Any], operands: Any, others: tuple[Tensor, ...], g: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
     """Gradients of the operands through the ordinary pass."""

@@ -21,6 +21,7 @@ from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.precision import accumulation_dtype, autocasts, output_dtype
 
 if TYPE_CHECKING:
+    from partita.engine.pairs import Pairs
     from partita.support import Support
 
 __all__ = ["Request", "build", "check_values", "extend"]
@@ -40,10 +41,12 @@ class Request:
     groups: int = 1  # queries per key head; the last batch dimension was split by it
     rank: bool = False
     statistics: bool = True  # first and second moments of the score
+    variance: bool = True  # the second among them; whoever reads the entropy alone leaves it out
     mean: bool = False  # E[value] is wanted, not the moment it comes from
     extremes: bool = False  # the smallest score, and where it and the largest stand
     as_query: bool = False  # and may lie in memory as the query does, as torch's own attention gives it
     last: bool = False  # no backward pass follows, which would need the same scores to the last bit
+    pairs: Pairs | None = None  # a score that is no inner product
 
     @property
     def n_query(self) -> int:
@@ -52,6 +55,11 @@ class Request:
     @property
     def n_key(self) -> int:
         return self.key.shape[-2]
+
+    @property
+    def level(self) -> int:
+        """How many moments of the score are asked for: 0, 1 (entropy, mean) or 2 (the variance too)."""
+        return 1 + self.variance if self.statistics else 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,10 +98,11 @@ def build(
     cap_bias: bool = False,
     grouped: bool = False,
     batch: Sequence[int] = (),
+    pairs: Pairs | None = None,
 ) -> Request:
     """Check everything, align everything; computes nothing of the distribution. `batch` is one more to broadcast to."""
     query, key = (_lowered(t) for t in (query, key))
-    _checks.check_pair(query, key)
+    _checks.check_pair(query, key, alike=pairs is None)
     n_query, n_key = query.shape[-2], key.shape[-2]
     if bias is not None:
         _checks.check_bias(bias, n_query, n_key)
@@ -128,6 +137,7 @@ def build(
         None if softcap is None else float(softcap),
         cap_bias,
         groups,
+        pairs=pairs,
     )
     return _split_heads(request, groups) if groups > 1 else request
 
@@ -139,6 +149,7 @@ def extend(
     target: Tensor | None = None,
     rank: bool = False,
     statistics: bool = True,
+    variance: bool = True,
     mean: bool = False,
     extremes: bool = False,
 ) -> Request | None:
@@ -162,8 +173,8 @@ def extend(
     named += [("value", value.shape[:-2])] if value is not None else []
     named += [("target", target.shape[:-1])] if target is not None else []
     _checks.broadcast_batch(named)
-    request = replace(request, value=value, target=target, rank=rank, statistics=statistics, extremes=extremes)
-    return replace(request, mean=mean, as_query=mean)
+    request = replace(request, value=value, target=target, rank=rank, statistics=statistics, variance=variance)
+    return replace(request, mean=mean, as_query=mean, extremes=extremes)
 
 
 def _check_value(value: Tensor, request: Request) -> None:

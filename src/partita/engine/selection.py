@@ -10,7 +10,6 @@ torch's own random numbers, which a graph can have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,9 +49,6 @@ def sample(request: Request, generator: torch.Generator | None = None) -> Tensor
     return _sample(request, generator)
 
 
-Tiles = Iterator[tuple[slice, Tensor]]
-
-
 def _top(request: Request, k: int, kernels: bool = True) -> tuple[Tensor, Tensor]:
     kernel = backends.choose(request).top if kernels else None
     known = None if kernel is None else kernel(request, k)
@@ -63,7 +59,7 @@ def _top(request: Request, k: int, kernels: bool = True) -> tuple[Tensor, Tensor
     return score, _rows_cat([i for _, i in found], request, torch.int64, k)
 
 
-def _top_rows(request: Request, rows: slice, tiles: Tiles, k: int) -> tuple[Tensor, Tensor]:
+def _top_rows(request: Request, rows: slice, tiles: tiled.Tiles, k: int) -> tuple[Tensor, Tensor]:
     shape = (*request.batch, rows.stop - rows.start, k)
     score = request.scale.new_full(shape, -torch.inf)
     index = torch.full(shape, -1, dtype=torch.int64, device=request.query.device)

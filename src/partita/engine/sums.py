@@ -52,9 +52,17 @@ class Sums(NamedTuple):
             log_partition, entropy, mean, variance, top = self.statistics.unbind()
             known = Stats(log_partition, entropy, mean, variance, top.detach(), self.count)
         first = torch.zeros_like(self.mass) if self.first is None else self.first
-        spread = torch.zeros_like(self.mass) if self.spread is None else self.spread
+        spread = (
+            torch.full_like(self.mass, 0.0 if self.first is None else torch.nan) if self.spread is None else self.spread
+        )
         peak = self.peak.to(self.mass.dtype) if known is None else known.max_score
         return State(peak, self.mass, first, spread, self.count, self.moment, known)
+
+    def without_variance(self) -> Sums:
+        """The same where only the entropy was asked for: no spread, and nan in the place of the variance."""
+        if self.statistics is not None:
+            self.statistics[3].fill_(torch.nan)
+        return self._replace(spread=None)
 
     def nll(self) -> Tensor:
         """log Z - score of the target: (peak - score) + log mass, which keeps the digits of a large score.
@@ -70,13 +78,17 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Upstream:
-    """Gradients of the raw sums: those of `mass`, `first`, `sum_j e_j c_j^2`, `moment` and the target's score."""
+    """Gradients of the raw sums: those of `mass`, `first`, `sum_j e_j c_j^2`, `moment` and the target's score.
+
+    `level` is how many of the moments of the score anything flows back from: those above it are 0 throughout.
+    """
 
     mass: Tensor  # (*b, Q)
     first: Tensor
     second: Tensor
     moment: Tensor | None  # (*b, Q, V)
     target: Tensor | None  # (*b, Q)
+    level: int = 2
 
     @staticmethod
     def over(
@@ -95,4 +107,5 @@ class Upstream:
             (zero if second is None else second).expand(rows),
             None if moment is None else moment.expand(*rows, moment.shape[-1]),
             None if target is None else target.expand(rows),
+            2 if second is not None else 1 if first is not None else 0,
         )

@@ -9,5 +9,7 @@ from __future__ import annotations
 
 from partita.hf.attention import register, set_scale
 from partita.hf.logit_free import logit_free, logits_again
+from partita.hf.positions import set_positions
+from partita.hf.token_log import token_log_callback
 
-__all__ = ["logit_free", "logits_again", "register", "set_scale"]
+__all__ = ["logit_free", "logits_again", "register", "set_positions", "set_scale", "token_log_callback"]

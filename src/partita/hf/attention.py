@@ -11,10 +11,11 @@ A policy is applied relative to the model's own scaling: it multiplies it by pol
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,27 +24,41 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partita import scale as scales
 from partita import support as supports
-from partita.attn import attention
+from partita.attn import attention, entropy_penalty
+from partita.attn.entropy import check_entropy_weight
+from partita.attn.rotary_attention import Turning, turned_attention
 from partita.engine import Stats
 from partita.errors import ValueRangeError
 from partita.interception import Patch
 from partita.scale import Policy, TargetEntropy
 
-__all__ = ["NAMES", "OBSERVERS", "register", "set_scale"]
+__all__ = ["MADE", "NAMES", "OBSERVERS", "TURNING", "called_by", "register", "set_scale"]
 
+EntropyWeight = float | Sequence[float] | Mapping[int, float | Sequence[float]]
 LayerScale = Policy | Mapping[int, Policy] | Callable[[nn.Module], Policy | None]
 _FIELD = "partita_scale"  # of a model's config, so that save_pretrained keeps it
 NAMES: set[str] = set()  # names under which transformers knows partita's attention
 # who wants to know what the keys of a tensor received; asked for, and forgotten, by the attention that reads it
 OBSERVERS = WeakIdKeyDictionary()
+TURNING = "partita_turning"  # of an attention module that leaves it to partita to turn its queries and keys
+MADE: list[Callable[[Any], None]] = []  # who wants to see a model of transformers when it is made
+_CALLED: list[list[nn.Module]] = []  # lists of attention modules as they are called, while somebody asks
 _TAKEN = ("sdpa", "flex_attention", "flash", "eager", "paged")  # transformers looks for these inside names
 
 
-def register(name: str = "partita", scale: LayerScale | None = None) -> str:
+def register(
+    name: str = "partita",
+    scale: LayerScale | None = None,
+    *,
+    attention_entropy_weight: EntropyWeight = 0.0,
+) -> str:
     """Make attn_implementation=name known to transformers; gives the name back.
 
     scale: None keeps each model's own; a policy for all layers; a mapping from layer index to policy; or a function of
     the attention module that gives a policy or None. `set_scale` changes one model afterwards.
+    attention_entropy_weight: a number, one per head, or a mapping from layer index to either. While a model trains,
+    each layer lays aside -weight * mean(H / log n); add `partita.nn.entropy_loss(model)` to its loss. Above 0 keeps
+    attention broad, below 0 sharpens it.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -54,11 +69,23 @@ def register(name: str = "partita", scale: LayerScale | None = None) -> str:
     if taken:
         raise ValueRangeError(f"transformers treats names with {taken[0]!r} in them specially; got {name!r}.")
     _check_scale(scale)
+    for weight in (
+        attention_entropy_weight.values()
+        if isinstance(attention_entropy_weight, Mapping)
+        else (attention_entropy_weight,)
+    ):
+        check_entropy_weight(weight)
 
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Any:
-        return _forward(module, query, key, value, mask, scale, **kwargs)
+        out, stats = _forward(module, query, key, value, mask, scale, **kwargs)
+        weight = attention_entropy_weight
+        if isinstance(weight, Mapping):
+            weight = weight.get(getattr(module, "layer_idx", -1), 0.0)
+        if module.training and weight != 0.0:
+            module.__dict__["entropy_loss"] = entropy_penalty(stats, weight)
+        return out, stats
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -71,6 +98,8 @@ def register(name: str = "partita", scale: LayerScale | None = None) -> str:
 def _warn_of_lost_scale(post_init: Callable[..., None], model: Any) -> None:
     """A model made from a config that holds a policy, with an attention that does not know of it."""
     post_init(model)
+    for look in MADE:
+        look(model)
     own = getattr(model.config, "_attn_implementation", None)
     if getattr(model.config, _FIELD, None) is not None and own not in NAMES:
         warnings.warn(
@@ -143,6 +172,17 @@ def _policy(module: nn.Module, registered: LayerScale | None) -> Policy | None:
     return registered(module)
 
 
+@contextlib.contextmanager
+def called_by() -> Iterator[list[nn.Module]]:
+    """The attention modules that call partita's attention meanwhile, each once, in order."""
+    found: list[nn.Module] = []
+    _CALLED.append(found)
+    try:
+        yield found
+    finally:
+        _CALLED.remove(found)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Relative(Policy):
     """A policy times a factor: the model's own scaling in units of 1/sqrt(dim)."""
@@ -160,6 +200,17 @@ def _sharpness(policy: Policy | None, own: float | None, dim: int) -> float | Po
         return own
     # a solved scale depends on the scores as they come, whatever was multiplied into them before
     return policy if isinstance(policy, TargetEntropy) else _Relative(policy, own * math.sqrt(dim))
+
+
+def _place(mask: Tensor | None, n_query: int, n_key: int) -> int | Tensor:
+    """Where the queries stand among the keys: at the end of a cache that grows, or at each row's last visible key.
+
+    A cache of fixed size has empty places after the queries, which only the mask tells.
+    """
+    if mask is None or n_key == n_query:
+        return n_key - n_query
+    seen = mask if mask.dtype == torch.bool else ~mask.isneginf()
+    return n_key - 1 - seen.flip(-1).int().argmax(-1)
 
 
 def _forward(
@@ -200,23 +251,30 @@ def _forward(
     elif mask is not None:
         mask = mask[..., : key.shape[2]].bool()
     policy = _policy(module, registered)
-    received: list[Tensor]
-    out, stats, *received = attention(
-        query,
-        key,
-        value,
-        mask,
-        dropout,
-        causal,
-        _sharpness(policy, scaling, query.shape[-1]),
-        key.shape[1] != query.shape[1],
-        support=support,
-        bias=bias,
-        softcap=softcap,
-        sink=s_aux,
-        return_stats=True,
-        **({} if observe is None else {"return_received": True}),
-    )
+    options: dict[str, Any] = {
+        "attn_mask": mask,
+        "is_causal": causal,
+        "scale": _sharpness(policy, scaling, query.shape[-1]),
+        "enable_gqa": key.shape[1] != query.shape[1],
+        "support": support,
+        "bias": bias,
+        "softcap": softcap,
+        "sink": s_aux,
+        "return_stats": True,
+    }
+    for found in _CALLED:
+        found += [module] if not any(module is other for other in found) else []
+    received: list[Tensor] = []
+    turning: Turning | None = module.__dict__.get(TURNING)
+    if turning is None:
+        if observe is not None:
+            options["return_received"] = True
+        out, stats, *received = attention(query, key, value, dropout_p=dropout, **options)
+    else:
+        if dropout > 0 or observe is not None:
+            raise ValueRangeError("clipped distances take no dropout, and do not tell what a key received.")
+        where = _place(mask, query.shape[2], key.shape[2])
+        out, stats = turned_attention(query, key, value, turning.to(query.device), where=where, **options)
     if observe is not None:
         observe(*received)
     steer = getattr(policy, "observe", None)  # of a scale that is steered by what it sees

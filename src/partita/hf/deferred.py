@@ -165,11 +165,16 @@ class Deferred:
         cast = half and self.dtype == torch.float32  # operands stay half, sums and the loss are float32
         kind = self.device.type
         with self._seen(), torch.autocast(kind, self.hidden.dtype) if cast else contextlib.nullcontext():
+            heard = list(LISTENERS) if torch.is_grad_enabled() else []
             loss = linear_cross_entropy(
                 self.hidden, self.weight, target, linear_bias=None if self.bias is None else self.bias * factor,
                 weight=weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=smoothing,
-                scale=self.scale * factor, softcap=self.post,
+                scale=self.scale * factor, softcap=self.post, return_stats=bool(heard),
             )  # fmt: skip
+        if isinstance(loss, tuple):
+            loss, stats = loss
+            for listener in heard:
+                listener(stats)
         assert isinstance(loss, Tensor)
         return loss.to(self.dtype)
 
@@ -210,6 +215,7 @@ class Deferred:
         return func(*made, **{k: v.dense() if isinstance(v, Deferred) else v for k, v in kwargs.items()})
 
 
+LISTENERS: list[Callable[[Any], None]] = []  # told the `LossStats` of a loss that is to be differentiated
 _FOLLOWED: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: Deferred.cross_entropy,
     torch.tanh: Deferred.tanh,

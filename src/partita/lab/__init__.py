@@ -1,1 +1,1 @@
-"""Experiments, pages and the command line; nothing below imports it."""
+"""The command line, its pages and figures; nothing below imports it."""

@@ -1,4 +1,6 @@
-"""partita demo | inspect | study | report | bench | lab | doctor. torch is imported by the command that needs it.
+"""partita demo | inspect | stretch | study | report | bench | lab | doctor.
+
+torch is imported by the command that needs it.
 
 Exit codes: 0 fine, 1 findings at or above the asked level, 2 wrong use (a file that is no record or cannot be written
 is), 3 a damaged record, 130 interrupted.
@@ -61,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"partita: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
-        kept = (
-            "; finished cells are on disk, the same command goes on from them" if given[:2] == ["study", "run"] else ""
-        )
+        resumes = given[:2] == ["study", "run"] or given[:1] == ["stretch"]
+        kept = "; finished cells are on disk, the same command goes on from them" if resumes else ""
         print(f"partita: interrupted{kept}.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `partita ... | head`
@@ -87,7 +88,7 @@ def build() -> argparse.ArgumentParser:
         commands,
         "demo",
         run_demo,
-        "watch a real encoder, train a small language model, run a few studies, write out/report.html and out/lab.html",
+        "watch an encoder, train a small language model, run studies, write pages of it all (needs partita-studies)",
     )
     demo.add_argument("-o", "--out", type=Path, default=Path("out"), help="folder for the pages and records (out)")
     demo.add_argument("--minutes", type=_minutes, default=2.75, help="time for the training part (2.75)")
@@ -109,7 +110,24 @@ def build() -> argparse.ArgumentParser:
     inspect.add_argument("--save", type=Path, help="write the record as JSON lines")
     inspect.add_argument("--report", type=Path, help="write the HTML report")
 
-    commands.add_parser("study", help="run an experiment of the theory part")
+    longer = _command(
+        commands, "stretch", run_stretch, "which way of reading carries a trained model beyond its length of training"
+    )
+    longer.add_argument("model", help="a Hugging Face folder or a name available locally, or FILE.py:factory")
+    longer.add_argument("--text", type=Path, required=True, help="text that the model was not trained on")
+    longer.add_argument("--to", type=int, required=True, help="the length to read, in tokens")
+    longer.add_argument("--trained", type=int, help="the length of training (default: what the model says)")
+    longer.add_argument("--targets", type=int, default=2048, help="about how many tokens to score (2048)")
+    longer.add_argument("--mask-id", type=int, help="the token that hides another, for a model that looks ahead")
+    longer.add_argument(
+        "--bytes", action="store_true", help="feed the bytes of the text to a model without a tokenizer"
+    )
+    longer.add_argument(
+        "-o", "--out", type=Path, default=Path("stretch"), help="folder for stretch.html, stretch.json and the cells"
+    )
+    longer.add_argument("--json", action="store_true", help="print the result as one JSON object, and no progress")
+
+    commands.add_parser("study", help="run an experiment of the theory part (needs partita-studies)")
 
     report = _command(commands, "report", run_report, "a record, or two to compare, as one HTML page")
     report.add_argument(
@@ -203,10 +221,19 @@ def verdict(everything: Sequence[Any], counts: Gate, options: argparse.Namespace
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
-def run_demo(options: argparse.Namespace) -> int:
-    from partita.lab.demo import demo
+def studies(part: str) -> Any:
+    """A module of partita-studies, a package of its own that stands on this one; here alone is it asked for."""
+    if importlib.util.find_spec("partita_studies") is None:
+        raise UsageError(
+            "studies and demo are in a package of their own: pip install partita-studies, "
+            "or pip install ./studies in a clone of the repository."
+        )
+    return importlib.import_module(f"partita_studies.{part}")
 
-    return demo(options.out, minutes=options.minutes, seed=options.seed, quick=options.quick)
+
+def run_demo(options: argparse.Namespace) -> int:
+    demo = studies("demo").demo
+    return int(demo(options.out, minutes=options.minutes, seed=options.seed, quick=options.quick))
 
 
 def run_inspect(options: argparse.Namespace) -> int:
@@ -248,12 +275,32 @@ def run_inspect(options: argparse.Namespace) -> int:
     return verdict(everything, counts, options)
 
 
+def run_stretch(options: argparse.Namespace) -> int:
+    from partita.lab.stretch import stretch
+    from partita.lab.stretch.page import render
+    from partita.monitor.files import replace_file
+
+    if options.targets < 1:
+        raise UsageError("--targets must be at least 1.")
+    found = stretch(
+        options.model, text=options.text, to=options.to, out=options.out, trained=options.trained,
+        targets=options.targets, mask=options.mask_id, as_bytes=options.bytes,
+        say=(lambda _: None) if options.json else (lambda line: print(line, flush=True)),
+    )  # fmt: skip
+    replace_file(options.out / "stretch.json", json.dumps(found, allow_nan=False))
+    page = replace_file(options.out / "stretch.html", render(found))
+    if options.json:
+        print(json.dumps(found, allow_nan=False))
+        return FINE
+    print(found["says"])
+    if found["code"]:
+        print(found["code"])
+    print(f"report: {page}")
+    return FINE
+
+
 def run_study(rest: list[str]) -> int:
-    """The studies are a part of their own; this only opens the door."""
-    if importlib.util.find_spec("partita.lab.study") is None:
-        raise UsageError("the studies (partita.lab.study) are not part of this installation.")
-    study = importlib.import_module("partita.lab.study")
-    return int(study.main(rest) or 0)
+    return int(studies("study").main(rest))
 
 
 def run_report(options: argparse.Namespace) -> int:

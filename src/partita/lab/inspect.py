@@ -50,13 +50,13 @@ def inspect(
     as_bytes: bool = False,
 ) -> Watch:
     """Watch one pass at each length 16, 32, 64, ... that the model and the text allow."""
-    words = _read(text)
+    words = read_text(text)
     model, tokenizer = load(target)
     model.eval()
     source = text.name if text else "built-in text"
     if as_bytes:
         tokenizer = None
-    elif tokenizer is None and not _is_factory(target):
+    elif tokenizer is None and not is_factory(target):
         raise UsageError(
             f"{target} has no tokenizer, so the text cannot become the tokens it was trained on. Put the tokenizer's "
             f"files beside the model, use FILE.py:factory that returns (model, tokenizer), or give --bytes to feed the "
@@ -69,7 +69,7 @@ def inspect(
     fed = f"{len(ids)} tokens of {source}" if tokenizer is not None else _fed_bytes(model, len(ids), source)
     lengths = sorted({*(n for n in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n < longest), longest})
     with (
-        Watch(model, rows=rows, title=f"{type(model).__name__} on {source}") as watched,
+        Watch(model, rows=rows, received=True, title=f"{type(model).__name__} on {source}") as watched,
         torch.no_grad(),
     ):
         about = watched.record.provenance
@@ -87,7 +87,8 @@ def inspect(
     return watched
 
 
-def _is_factory(target: str) -> bool:
+def is_factory(target: str) -> bool:
+    """FILE.py:factory."""
     left, colon, _ = target.rpartition(":")
     return bool(colon) and left.endswith(".py")
 
@@ -106,9 +107,9 @@ def run(model: nn.Module, ids: torch.Tensor) -> Any:
     return model(input_ids=ids) if named else model(ids)
 
 
-def load(target: str) -> tuple[nn.Module, Any]:
-    """FILE.py:factory, or a Hugging Face folder or name that needs no network."""
-    if _is_factory(target):
+def load(target: str, *, head: bool = False) -> tuple[nn.Module, Any]:
+    """FILE.py:factory, or a Hugging Face folder or name that needs no network; `head`: with its language model head."""
+    if is_factory(target):
         left, _, right = target.rpartition(":")
         return _factory(Path(left), right)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -123,7 +124,9 @@ def load(target: str) -> tuple[nn.Module, Any]:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModel.from_pretrained(folder or target, local_files_only=True)
+        model = _auto(transformers, folder or target, head).from_pretrained(folder or target, local_files_only=True)
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(
             f"{target!r} is not a model available here ({_first_line(error)}). Give a folder, a cached name, or "
@@ -136,6 +139,22 @@ def load(target: str) -> tuple[nn.Module, Any]:
     except Exception:
         tokenizer = None
     return model, tokenizer
+
+
+def _auto(transformers: Any, target: str, head: bool) -> Any:
+    """The class that loads a model: bare, or as the kind of language model it was saved as."""
+    if not head:
+        return transformers.AutoModel
+    config = transformers.AutoConfig.from_pretrained(target, local_files_only=True)
+    saved = " ".join(getattr(config, "architectures", None) or [])
+    if "MaskedLM" in saved:
+        return transformers.AutoModelForMaskedLM
+    if "CausalLM" in saved or "LMHead" in saved:
+        return transformers.AutoModelForCausalLM
+    raise UsageError(
+        f"{target} was saved as {saved or 'no kind of model'}, without the head of a language model, so it predicts no "
+        f"token and no loss can be taken."
+    )
 
 
 def _factory(path: Path, name: str) -> tuple[nn.Module, Any]:
@@ -188,7 +207,8 @@ def _package_folder(name: str) -> str | None:
     return str(folder) if folder.is_dir() else None
 
 
-def _read(path: Path | None) -> str:
+def read_text(path: Path | None) -> str:
+    """What the file holds, or the built-in text."""
     if path is None:
         return TEXT
     try:

@@ -3,6 +3,7 @@
 linear    cross entropy of a linear head, without its logits
 logits    cross entropy, squared, absolute and focal loss of logits that exist
 nce       telling data from noise
+regression  squared and absolute error with a scale
 distill   a teacher's distribution as the target
 """
 
@@ -10,16 +11,20 @@ from __future__ import annotations
 
 from partita.losses.distill import distillation_loss, linear_distillation_loss
 from partita.losses.linear import linear_cross_entropy
-from partita.losses.logits import cross_entropy, focal_loss, mae_loss, mse_loss
+from partita.losses.logits import brier_loss, cross_entropy, focal_loss, mae_loss, mse_loss
 from partita.losses.nce import nce_loss
+from partita.losses.regression import gaussian_nll_loss, laplace_nll_loss
 from partita.rows import ClassStats, LossStats
 
 __all__ = [
     "ClassStats",
     "LossStats",
+    "brier_loss",
     "cross_entropy",
     "distillation_loss",
     "focal_loss",
+    "gaussian_nll_loss",
+    "laplace_nll_loss",
     "linear_cross_entropy",
     "linear_distillation_loss",
     "mae_loss",

@@ -58,7 +58,7 @@ def linear_cross_entropy(
     shift: 1 for next-token prediction, target (..., T) as the tokens themselves: position t predicts target t + 1, and
         the hidden states are not copied. `reduction="none"` gives (..., T - shift).
     return_stats: also a `ClassStats` of the rows, with rank, correctness, confidence and the predicted class, all from
-        the same pass; across a group a `LossStats`, which has no prediction.
+        the same pass; across a group too, where it names a class of the whole.
     group: a torch.distributed group (or DeviceMesh) over which the classes are spread: each rank passes its slice of
         linear_weight, linear_bias and weight, in rank order, the same input, and targets that name classes of the
         whole. Every rank gets the same loss; the gradient of the input comes in parts that add up over ranks.
@@ -82,7 +82,8 @@ def linear_cross_entropy(
         if reduction != "none" and not return_stats and not options.regularised:
             total = terms.weigh(terms.share).sum() if reduction == "mean" else None
             return weighted_nll(gibbs, head.index, terms, total).to(dtype)
-        sums = gibbs.reduce(None, head.index, rank=return_stats, statistics=statistics, extremes=return_stats)
+        asked = {"statistics": statistics, "variance": return_stats, "extremes": return_stats}
+        sums = gibbs.reduce(None, head.index, rank=return_stats, **asked)
     else:
         rules = (reduction, given, return_stats, shift)
         own = Slice.agree(processes, head, linear_weight, linear_bias, options, softcap, rules)

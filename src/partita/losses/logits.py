@@ -20,7 +20,7 @@ from partita.losses.objective import Options, Terms, likeliest
 from partita.precision import loss_dtype
 from partita.rows import blank_ignored, loss_stats, probabilities, reduce_rows, sums_of
 
-__all__ = ["cross_entropy", "focal_loss", "mae_loss", "mse_loss"]
+__all__ = ["brier_loss", "cross_entropy", "focal_loss", "mae_loss", "mse_loss"]
 
 
 @overridable
@@ -85,7 +85,7 @@ def cross_entropy(
 
 
 def focal_loss(
-    input: Tensor,  # as in cross_entropy
+    logits: Tensor,  # as the input of cross_entropy
     target: Tensor,  # class indices
     *,
     gamma: float = 2.0,
@@ -105,7 +105,7 @@ def focal_loss(
     """
     _checks.check_reduction(reduction)
     _checks.check_positive("gamma", gamma, zero=True)
-    logits = _classes_last(input)
+    logits = _classes_last(logits)
     raised = logits.to(torch.promote_types(logits.dtype, torch.float32))
     index, kept = _index(target, logits.shape[:-1], logits.shape[-1], ignore_index)
     nll = sums_of(raised, index).nll()
@@ -117,13 +117,13 @@ def focal_loss(
         rows = torch.where(sure, torch.zeros_like(nll), torch.where(sure, torch.ones_like(wrong), wrong) ** gamma * nll)
     if alpha is not None:
         rows = rows * (_alpha(alpha, logits)[index] if isinstance(alpha, Tensor) and alpha.dim() else alpha)
-    return _mean_of_kept(rows, kept, reduction).to(loss_dtype(input))
+    return _mean_of_kept(rows, kept, reduction).to(loss_dtype(logits))
 
 
-def mse_loss(
+def brier_loss(
     input: Tensor, target: Tensor, *, on: str = "probabilities", reduction: str = "mean", ignore_index: int = -100
 ) -> Tensor:
-    """Squared error of a classifier, summed over classes, no factor 1/2.
+    """Squared error of a classifier, summed over classes, no factor 1/2: the Brier score. `mse_loss` is its old name.
 
         on="probabilities":  |softmax(z) - y|^2       gradient 2 J(p) (p - y): gone where the row is surely wrong
         on="logits":         |z - y|^2                gradient 2 (z - y): regression of the indicator, no softmax
@@ -131,11 +131,14 @@ def mse_loss(
     target: class indices, or class probabilities of the shape of input. Between 0 and 2 on probabilities.
     Spec: M-LOSS-4, M-LOSS-5, M-LOSS-6.
 
-    >>> mse_loss(torch.zeros(1, 2), torch.tensor([0]))  # 2 (1 - 1/2)^2
+    >>> brier_loss(torch.zeros(1, 2), torch.tensor([0]))  # 2 (1 - 1/2)^2
     tensor(0.5000)
     """
     gap, kept = _error(input, target, on, ignore_index)
     return _mean_of_kept(gap.square().sum(-1), kept, reduction).to(loss_dtype(input))
+
+
+mse_loss = brier_loss
 
 
 def mae_loss(

@@ -1,6 +1,7 @@
 """The classes of a linear head spread over processes: every rank holds a slice of the class vectors, in rank order.
 
     log Z = log sum_r Z_r          score of the target: from the one rank that holds it          rank = sum_r rank_r
+    predicted class: that of the first rank whose largest score is the largest
 
 Inputs and targets are the same on every rank, targets name classes of the whole. Every rank gets the same loss. The
 gradient of a slice is whole; that of the input comes in parts, what flows back through the rank's own classes, which

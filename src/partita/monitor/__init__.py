@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from partita.monitor.findings import CODES, Finding, Thresholds
 from partita.monitor.loading import DamagedRecordError, RecordError, load_record
 from partita.monitor.record import COLUMNS, SCHEMA, Record
-from partita.monitor.sinks import json_lines, log_to, tensorboard
+from partita.monitor.sinks import json_lines, log_to
+from partita.monitor.trackers import csv_file, mlflow, tensorboard, trackio, wandb
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,10 +34,14 @@ __all__ = [
     "RecordError",
     "Thresholds",
     "Watch",
+    "csv_file",
     "json_lines",
     "load_record",
     "log_to",
+    "mlflow",
     "tensorboard",
+    "trackio",
+    "wandb",
     "watch",
 ]
 _LATER = {"Coverage": "coverage", "Watch": "handle"}  # these need torch; records and reports do not
@@ -59,6 +64,8 @@ def watch(
     thresholds: Thresholds | dict[str, float] | None = None,
     title: str | None = None,
     kernel: str = "own",
+    received: bool = False,
+    live: bool = False,
 ) -> Watch:
     """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
 
@@ -67,18 +74,21 @@ def watch(
     training, or what `set_step` says. A compiled model stays compiled: while it is watched its graphs are others, which
     report (all options work in them), and afterwards its own serve again without being made anew.
 
-    every: look at one step of so many; the others cost nothing that can be measured.
+    every: look at one step of so many; of the others torch's calls are passed on, and nothing is computed.
     rows: look at so many evenly spaced queries per call (None: all); the largest score is then a lower bound.
     layers: numbers (in order of first call) or regular expressions on module names.
     maps: (layer, head) pairs whose attention is kept as a picture of at most 128 x 128.
-    sinks: see `partita.monitor.json_lines`, `tensorboard`, `log_to`.
+    sinks: see `partita.monitor.json_lines`, `csv_file`, `tensorboard`, `wandb`, `mlflow`, `trackio`, `log_to`.
     kernel: "own" keeps the model's own attention kernel and its bits. "partita" lets plain attention (no mask, no
         dropout) give output and statistics in one pass of partita's: cheaper, and equal within rounding only. In
         compiled graphs too; there partita's own attention gives both in one pass whatever is asked for.
+    received: follow which key positions draw the mass (`record.received`): two passes more at one step of eight in
+        training, and at every input otherwise.
+    live: a line in the terminal: loss, worst head, and findings as they appear (with `rich`, where it is installed).
     """
     from partita.monitor.handle import Watch
 
     return Watch(
         model, every=every, rows=rows, layers=layers, maps=maps, sinks=sinks, thresholds=thresholds, title=title,
-        kernel=kernel,
+        kernel=kernel, received=received, live=live,
     )  # fmt: skip

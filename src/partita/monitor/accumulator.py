@@ -12,6 +12,7 @@ from torch import Tensor
 from partita.engine import Stats
 from partita.engine.execute import accumulate
 from partita.monitor import ranges
+from partita.monitor.positions import Received
 from partita.monitor.record import BAND_COLUMNS, COLUMNS, Block
 
 BINS = 256  # of the histogram of H / log(visible)
@@ -59,6 +60,7 @@ class Accumulator:
         self.sampled = zeros(2, heads)  # rows, rows * mass on the strongest key
         self.strongest = zeros(heads).fill_(torch.nan)
         self.keys: Tensor | None = None  # (heads, 5, 2): index and mass, of the last call
+        self.received: Received | None = None  # the only part that grows with the number of keys; asked for
         self._alike: tuple[Tensor, Tensor] | None = None
 
     def add(self, stats: Stats, sink: Sink, keep: Tensor | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from partita.monitor import positions
 from partita.monitor.accumulator import Accumulator, blocks
 from partita.monitor.losses import Numbers, finish
 from partita.monitor.ranges import Impossible
@@ -48,6 +49,7 @@ class StepBuffer:
                     here = [next(made) for _ in seen]
                     rows = [finish(numbers, step, name) for name, numbers in losses.items()]
                     self._name_keys(seen)
+                    self._keep_received(step, seen)
                     self.record.blocks += here
                     self.record.losses += rows
                     self._tell(step, here, rows)
@@ -61,6 +63,12 @@ class StepBuffer:
             if sums is not None and sums.keys is not None:
                 curve["keys"] = [[[int(i), mass] for i, mass in head] for head in sums.keys.tolist()]
 
+    def _keep_received(self, step: int, seen: dict[int, Accumulator]) -> None:
+        for layer, sums in sorted(seen.items()):
+            row = None if sums.received is None else sums.received.row(step, layer, self.impossible)
+            if row is not None:
+                positions.keep(self.record.received, row)
+
     def _tell(self, step: int, here: list[Block], rows: list[dict[str, Any]]) -> None:
         for sink in self.sinks:
             try:
@@ -69,3 +77,13 @@ class StepBuffer:
                 if id(sink) not in self._failed:
                     self._failed.add(id(sink))
                     log.warning("a sink failed at step %d and is not reported again: %s", step, error)
+
+    def end(self) -> None:
+        """Sinks that hold something open are told that nothing more comes for now."""
+        for sink in self.sinks:
+            close = getattr(sink, "close", None)
+            if callable(close):
+                try:
+                    close()
+                except Exception as error:
+                    log.warning("a sink could not be closed: %s", error)

@@ -81,13 +81,19 @@ class Finding:
     heads: tuple[tuple[int, int], ...] = ()  # (layer, head)
     series: tuple[float, ...] = ()  # for a small picture
 
+    @property
+    def page(self) -> str:
+        """Where it is explained: with a picture, how it was provoked, what cured it."""
+        return f"docs/findings-explained.md#{self.code.lower()}"
+
     def __str__(self) -> str:
         limit = f" [{self.threshold}]" if self.threshold else ""
         remedy = f" Try: {self.action}" if self.action else ""
-        return f"{self.severity:7} {self.code} {self.where}: {self.evidence}{limit}. {self.meaning}{remedy}"
+        text = f"{self.severity:7} {self.code} {self.where}: {self.evidence}{limit}. {self.meaning}{remedy}"
+        return f"{text} See {self.page}"
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"page": self.page}
 
 
 class Findings(list[Finding]):

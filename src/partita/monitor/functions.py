@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 import partita
-from partita.interception import SDPA, SOFTMAX
+from partita.interception import SDPA, SOFTMAX, named
 from partita.monitor import kernel
 from partita.monitor.losses import FACES
 from partita.monitor.modules import is_attention
@@ -107,30 +107,17 @@ class FunctionMode(TorchFunctionMode):
         every = self.watch.options.rows is None and self.watch.options.layers is None and not self.watch.outside()
         served = kernel.serve(args, kwargs) if every and self.watch.kernel == "partita" else None
         out, stats = served if served is not None else (func(*args, **kwargs), None)
-        look: Any = self.look_sdpa
-        self.watch.guard(lambda: look(*args, **kwargs, kind=kind, cross=cross, stats=stats))
+        self.watch.guard(lambda: self.look_sdpa(named(args, kwargs), kind, cross, stats))
         return out
 
-    def look_sdpa(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        kind: str,
-        cross: bool | None,
-        stats: Any,
-    ) -> None:
+    def look_sdpa(self, call: dict[str, Any], kind: str, cross: bool | None, stats: Any) -> None:
+        query, key = call["query"], call["key"]
         if self.watch.outside() or query.is_nested:
             return
-        scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        scale = 1.0 / math.sqrt(query.shape[-1]) if call.get("scale") is None else call["scale"]
+        mask, causal = call.get("attn_mask"), call.get("is_causal", False)
         self.watch.observer.attend(
-            kind, query.shape, lambda: sdpa_scores(query, key, attn_mask, is_causal, scale), cross, stats
+            kind, query.shape, lambda: sdpa_scores(query, key, mask, causal, scale), cross, stats
         )
 
     def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,12 +134,10 @@ class FunctionMode(TorchFunctionMode):
             return out
 
         before, self._inside = self._inside, (heads, cross)
-        wrappers = [(patch, patch.add(wrap)) for patch, wrap in ((SDPA, sdpa), (SOFTMAX, softmax))]
         try:
-            return func(*args, **kwargs)
+            with SDPA.around(sdpa), SOFTMAX.around(softmax):
+                return func(*args, **kwargs)
         finally:
-            for patch, wrapper in wrappers:
-                patch.remove(wrapper)
             self._inside = before
 
     def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,38 +199,16 @@ class FunctionMode(TorchFunctionMode):
         at_once = asked or self.watch.kernel == "partita"
         out = func(*args, **{**kwargs, "return_stats": at_once})
         stats = out[1] if at_once else None
-        look: Any = self._look_partita
-        self.watch.guard(lambda: look(*args, **kwargs, stats=stats))
-        return out[0] if at_once and not asked else out
+        self.watch.guard(lambda: self._look_partita(named(args, kwargs), stats))
+        if asked or not at_once:
+            return out
+        return (out[0], *out[2:]) if out[2:] else out[0]
 
-    def _look_partita(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: Any = None,
-        enable_gqa: bool = False,
-        *,
-        support: Any = None,
-        bias: Any = None,
-        softcap: float | None = None,
-        stats: Any = None,
-        **_: Any,
-    ) -> None:
+    def _look_partita(self, call: dict[str, Any], stats: Any) -> None:
         if self.watch.outside():
             return
-
-        def scores() -> Scores:
-            return partita_scores(
-                query, key, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                support=support, bias=bias, softcap=softcap,
-            )  # fmt: skip
-
         cross = None if self._inside is None else self._inside[1]
-        self.watch.observer.attend("partita", query.shape, scores, cross, stats)
+        self.watch.observer.attend("partita", call["query"].shape, lambda: partita_scores(call), cross, stats)
 
     def _reduce(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)

@@ -17,6 +17,7 @@ from partita.monitor.coverage import Coverage, coverage, expected
 from partita.monitor.findings import Thresholds
 from partita.monitor.functions import FunctionMode, in_backward
 from partita.monitor.in_graph import Graphs
+from partita.monitor.live import LiveLine
 from partita.monitor.modules import Frame, Roll, frame, takes_fast_path
 from partita.monitor.observer import Observer
 from partita.monitor.operator import listening
@@ -49,6 +50,8 @@ class Watch(Reading):
         thresholds: Thresholds | dict[str, float] | None = None,
         title: str | None = None,
         kernel: str = "own",
+        received: bool = False,
+        live: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch takes a torch.nn.Module; got {type(model).__name__}.")
@@ -56,9 +59,11 @@ class Watch(Reading):
         self._roll = Roll(inside)
         self.options = options(
             inside, self._roll.names(), every=every, rows=rows, layers=layers, maps=maps, sinks=sinks,
-            thresholds=thresholds, kernel=kernel,
+            thresholds=thresholds, kernel=kernel, received=received,
         )  # fmt: skip
         self.thresholds, self.kernel = self.options.thresholds, kernel
+        if live:
+            self.options.sinks.append(LiveLine(self.thresholds))
         self.model = inside
         self._expected = expected(inside)
         self.record = Record(provenance=provenance(inside, self.options.plain()))
@@ -72,6 +77,7 @@ class Watch(Reading):
         self._muted = 0
         self._outermost: set[int] = set()
         self._enclosed: bool | None = None  # inside a module that is not the model's: has it called the model?
+        self._learning = False  # it was called to be differentiated, whatever it does inside (cached gradients)
         self._called: dict[str, int] = {}
         self._elsewhere = 0
         self._skipped = False
@@ -108,6 +114,7 @@ class Watch(Reading):
             attached()
         self.observer.flush()
         self.observing = False
+        self.observer.buffer.end()
 
     def __enter__(self) -> Watch:
         self.attach()
@@ -146,7 +153,7 @@ class Watch(Reading):
 
     def _begin(self, module: nn.Module) -> None:
         """A call of the model, or of a part of it, from outside: a step, unless a loss calls the model once more."""
-        again = self._enclosed is True and torch.is_grad_enabled() and self.step >= 0
+        again = self._enclosed is True and self._learning and self.step >= 0
         if not self._manual and not again and (self._fresh or id(module) in self._outermost):
             self._next(self.step + 1)
         elif self._manual and self._fresh and not self.observing:
@@ -203,7 +210,7 @@ class Watch(Reading):
         kernel = self.kernel if self.options.rows is None and self.options.layers is None else "own"
 
         def call() -> Any:
-            first = () if name is None and self.observer.stack else (frame(name or "", code, kwargs),)
+            first = () if name is None and self.observer.stack else (frame(name or "", code, kwargs, args),)
             self.observer.stack.extend(first)
             with listening(self._graphs), compiled.GRAPHS.reporting(kernel, self._graphs.pass_over):
                 return inner(module, *args, **kwargs)
@@ -231,7 +238,7 @@ class Watch(Reading):
     ) -> Any:
         if takes_fast_path(module) and not hasattr(_REPLAY, "owner"):
             return self._run_twice(name, inner, module, args, kwargs)
-        self.observer.stack.append(frame(name, module, kwargs))
+        self.observer.stack.append(frame(name, module, kwargs, args))
         with self._listen():
             return inner(module, *args, **kwargs)
 
@@ -240,7 +247,7 @@ class Watch(Reading):
         quiet = self._mode.without() if self._block and takes_fast_path(module) else contextlib.nullcontext()
         outermost = not self.observer.stack and self._enclosed is None
         if outermost:
-            self._enclosed = False
+            self._enclosed, self._learning = False, torch.is_grad_enabled()
         try:
             with quiet:
                 return inner(module, *args, **kwargs)
@@ -260,7 +267,7 @@ class Watch(Reading):
             self._muted -= 1
         if self.observing:
             spent, begin = self.observer.spent_s, time.perf_counter()
-            self.observer.stack.append(frame(name, module, kwargs))
+            self.observer.stack.append(frame(name, module, kwargs, args))
             _REPLAY.owner = self
             try:
                 with self._listen():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from partita import Stats
 from partita.engine.terms import Term, unpack
+from partita.interception import named
 from partita.monitor.losses import FACES
 from partita.monitor.modules import Frame, Roll, stacks_layers
 from partita.monitor.operator import Site
@@ -90,8 +91,8 @@ class Graphs:
             return None
         if self.roll.name(chain[-1] if chain else root) is None:
             return None
-        named = [(self.roll.name(module), module) for module in chain]
-        return tuple(Frame(n, m, None, two and stacks_layers(m), False) for n, m in named if n is not None)
+        known = [(self.roll.name(module), module) for module in chain]
+        return tuple(Frame(n, m, None, two and stacks_layers(m), False) for n, m in known if n is not None)
 
     def _look(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Inside the frames of the call."""
@@ -99,10 +100,10 @@ class Graphs:
         if site.kind == "face" and args[0] == "attention":
             self._attention(site.cross, *args[1], **args[2])
         elif site.kind == "face" or site.kind in BY_NAME:
-            face, given, named, plain = args if site.kind == "face" else (site.kind, args, kwargs, True)
+            face, given, more, plain = args if site.kind == "face" else (site.kind, args, kwargs, True)
             title, ask = BY_NAME[face]
             if plain:
-                observer.lose(title, ask(*given, **named))
+                observer.lose(title, ask(*given, **more))
             else:
                 self.unseen[title] = None
             return
@@ -113,8 +114,7 @@ class Graphs:
             if scores is not None:
                 observer.attend("MultiheadAttention", scores.first.shape, lambda: scores, False)
         else:
-            look: Any = self.mode.look_sdpa
-            look(*args, **kwargs, kind=site.kind, cross=site.cross)
+            self.mode.look_sdpa(named(args, kwargs), site.kind, site.cross, kwargs["stats"])
         self.seen.add(observer.stack[-1].name)
 
     def _attention(

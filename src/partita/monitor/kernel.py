@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 import partita
-
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+from partita.interception import named
 
 
 def serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """(output, Stats) of an F.scaled_dot_product_attention call; None where more than query, key and value is given."""
-    call = dict(zip(_NAMES, args, strict=False)) | kwargs
+    call = named(args, kwargs)
     query = call["query"]
     if call.get("attn_mask") is not None or call.get("dropout_p") or query.dim() != 4 or query.is_nested:
         return None

@@ -113,7 +113,8 @@ class _Reader:
         self.columns, self.bands, self.layers, self.fresh, self.shift = columns, bands, [], True, 0
 
     def _site(self, line: dict[str, Any]) -> None:
-        site = Site(_text(line, "name"), _text(line, "type"), _whole(line, "heads", MOST_HEADS))
+        heads = _whole(line, "heads", MOST_HEADS)
+        site = Site(_text(line, "name"), _text(line, "type"), heads, line.get("cross") is True)
         sites = self.record.sites
         same = next((i for i, s in enumerate(sites) if s.name == site.name and i not in self.layers), len(sites))
         if same == len(sites):
@@ -161,6 +162,26 @@ class _Reader:
         line["step"] = self._step(line)
         self._newest(self.record.maps, line, "layer", "head")
 
+    def _received(self, line: dict[str, Any]) -> None:
+        line["layer"] = self.layers[_whole(line, "layer", len(self.layers) - 1)]
+        line["step"] = self._step(line)
+        n = _whole(line, "n_key", least=1)
+        _whole(line, "look")
+        alike = [_number(v, "alike") for v in _list(line["alike"], "alike")]
+        for name in ("rows", "bins", "top"):
+            if len(_list(line[name], name)) != self.record.sites[line["layer"]].heads:
+                raise ValueError(f"{name} needs an entry for each head")
+        for row in line["rows"]:
+            _number(row, "rows")
+        for bins, top in zip(line["bins"], line["top"], strict=True):
+            if bins is not None and len([_number(v, "bins") for v in _list(bins, "bins")]) != len(alike):
+                raise ValueError(f"bins needs {len(alike)} numbers")
+            for pair in _list(top, "top") if top is not None else ():
+                if len(_list(pair, "top")) != 2 or not 0 <= _whole({"top": pair[0]}, "top") < n:
+                    raise ValueError("top are pairs of a key and its share")
+                _number(pair[1], "top")
+        self.record.received.append(line)
+
     def _study(self, line: dict[str, Any]) -> None:
         self.record.studies.append(line)
 
@@ -183,6 +204,7 @@ class _Reader:
             else:  # what was undone by going back to a checkpoint
                 record.blocks = [b for b in record.blocks if b.step < step]
                 record.losses = [r for r in record.losses if int(r["step"]) < step]
+                record.received = [r for r in record.received if int(r["step"]) < step]
         self.fresh = False
         return step + self.shift
 
@@ -190,7 +212,7 @@ class _Reader:
         rows[:] = [r for r in rows if any(r[n] != line[n] for n in names)] + [line]
 
 
-KINDS = ("header", "site", "attention", "loss", "curve", "map", "study", "summary")
+KINDS = ("header", "site", "attention", "loss", "curve", "map", "received", "study", "summary")
 
 
 def _text(line: dict[str, Any], name: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import partita
+from partita.adapters.metric_learning import pair_loss
 from partita.adapters.sentence_transformers import ranking_loss
 from partita.contrastive import alignment, uniformity
 from partita.monitor.measure import evenly
@@ -119,6 +120,29 @@ def ranking(query: Tensor, docs: Any, *args: Any, **options: Any) -> Numbers:
     return _contrast(stats) | _sphere(query, docs[0])
 
 
+def mined(*args: Any, **options: Any) -> Numbers:
+    """The losses of the pytorch-metric-learning adapter: statistics of the anchors, and the loss as it is."""
+    loss, stats = pair_loss(*args, **{**options, "return_stats": True})
+    named: Any = stats
+    return _contrast(named, named.positives > 0) | {"loss": loss.double()}
+
+
+def sigmoid(image: Tensor, text: Tensor, *args: Any, **options: Any) -> Numbers:
+    """SigLIP asks about every pair by itself: there is no distribution, only the loss and where the vectors lie."""
+    rows = partita.siglip_loss(image, text, *args, **{**options, "reduction": "none"})
+    good = rows.isfinite()
+    lengths = [torch.linalg.vector_norm(x.double(), dim=-1).mean() for x in (image, text)]
+    return {
+        "type": "contrastive",
+        "loss": torch.where(good, rows.double(), 0.0).sum() / good.sum(),
+        "candidates": len(text),
+        "norm_query": lengths[0],
+        "norm_key": lengths[1],
+        "rows": good.sum(),
+        "nonfinite": (~good).sum(),
+    } | _sphere(image, text)
+
+
 FACES: dict[Callable[..., Any], tuple[str, Callable[..., Numbers | None]]] = {
     torch.nn.functional.cross_entropy: ("cross_entropy", cross_entropy),
     partita.cross_entropy: ("cross_entropy", cross_entropy),
@@ -127,6 +151,8 @@ FACES: dict[Callable[..., Any], tuple[str, Callable[..., Numbers | None]]] = {
     partita.clip_loss: ("clip_loss", pairs(partita.clip_loss)),
     partita.nt_xent_loss: ("nt_xent_loss", pairs(partita.nt_xent_loss)),
     partita.supcon_loss: ("supcon_loss", supcon),
+    partita.siglip_loss: ("siglip_loss", sigmoid),
+    pair_loss: ("pair_loss", mined),
     ranking_loss: ("MultipleNegativesRankingLoss", ranking),
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from partita import Stats
 from partita.monitor.accumulator import Accumulator
+from partita.monitor.positions import Received
 from partita.monitor.scores import Scores, raised
 
 SAMPLE = 100_000  # probabilities looked at closely in one call
@@ -88,6 +89,14 @@ def look(call: Scores, sums: Accumulator) -> None:
     part = sample(call)
     probs = part.gibbs().probs().float().nan_to_num(0.0)
     sums.add_sample(probs.expand(part.batch, part.heads, part.n_query, part.n_key), part.keep)
+
+
+def receive(call: Scores, sums: Accumulator, *, rows: int | None, phase: float) -> None:
+    """What each key received from the rows that are looked at."""
+    if rows is not None and rows < call.n_query:
+        call = call.take(None, evenly(call.n_query, rows, phase, call.first.device))
+    sums.received = sums.received or Received()
+    sums.received.add(call)
 
 
 def curve(call: Scores, step: int, layer: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ FROM_FIRST = {"sink_key", "twin"}
 def merge_records(records: Sequence[Record]) -> Record:
     """The record the ranks would have made as one process; blocks present on one rank only are kept.
 
-    Quantiles and the strongest key's mass are averaged: close, not exact.
+    Quantiles and the strongest key's mass are averaged: close, not exact. Curves, maps and profiles are the first's.
     """
     first = records[0]
     blocks: dict[tuple[int, int], list[Block]] = {}
@@ -27,8 +27,9 @@ def merge_records(records: Sequence[Record]) -> Record:
     losses = [row for record in records for row in record.losses]
     about = {**first.provenance, "ranks": len(records)}
     return Record(
-        about, first.sites, merged, losses, first.curves, first.maps, first.studies, first.coverage, first.overhead
-    )
+        about, first.sites, merged, losses, first.curves, first.maps, first.studies, first.coverage, first.overhead,
+        first.received,
+    )  # fmt: skip
 
 
 def _join(parts: list[Block]) -> Block:

@@ -19,7 +19,8 @@ ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
 ENDS = re.compile(r"att(entio)?n\d*$", re.IGNORECASE)  # MaskedAttention is one, AttentionMask is not
 NOT_ATTENTION = re.compile(r"norm|mask|router|drop|bias|linear|proj|embed|identity", re.IGNORECASE)
 FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-_SOURCES = ("key_value_states", "encoder_hidden_states", "cross_states")
+_SOURCES = ("key_value_states", "encoder_hidden_states", "cross_states", "context", "memory", "key_value", "kv")
+_CROSS = re.compile(r"cross|enc(oder)?_?dec|(?<![a-z])(encoder|memory)_att", re.IGNORECASE)
 
 
 class Roll:
@@ -78,12 +79,29 @@ class Frame:
         return self.name or type(self.module).__name__
 
 
-def frame(name: str, module: nn.Module, kwargs: dict[str, Any]) -> Frame:
+def frame(name: str, module: nn.Module, kwargs: dict[str, Any], args: tuple[Any, ...] = ()) -> Frame:
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point():
         mask = None
-    cross = any(isinstance(kwargs.get(k), Tensor) for k in _SOURCES)
-    return Frame(name, module, mask, "attention_mask" in kwargs, cross)
+    return Frame(name, module, mask, "attention_mask" in kwargs, _crosses(module, args, kwargs))
+
+
+def _crosses(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Keys come from elsewhere: given by a name that says so, or as a second sequence of another length."""
+    given = [*args, *(kwargs[k] for k in ("hidden_states", "x", "query") if k in kwargs)]
+    own = given[0] if given and isinstance(given[0], Tensor) else None
+    if any(isinstance(kwargs.get(k), Tensor) and kwargs[k] is not own for k in _SOURCES):
+        return True
+    second = args[1] if len(args) > 1 else None
+    if own is None or not isinstance(second, Tensor) or not could_be_attention("", type(module)):
+        return False
+    sequences = own.dim() == second.dim() == 3 and second.is_floating_point() and len(own) == len(second)
+    return sequences and own.shape[1] != second.shape[1]
+
+
+def named_cross(name: str) -> bool:
+    """A layer whose name says that its keys are another's: EncDecAttention, encoder_attn, crossattention."""
+    return bool(_CROSS.search(".".join(name.split(".")[-2:])))
 
 
 def padding(stack: list[Frame], batch: int, n_query: int) -> Tensor | None:

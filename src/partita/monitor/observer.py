@@ -15,7 +15,7 @@ from partita.monitor import measure
 from partita.monitor.accumulator import Accumulator
 from partita.monitor.buffer import StepBuffer
 from partita.monitor.losses import Numbers
-from partita.monitor.modules import Frame, padding
+from partita.monitor.modules import Frame, is_attention, named_cross, padding
 from partita.monitor.options import Options
 from partita.monitor.record import Record, Site
 from partita.monitor.scores import Scores, self_padding
@@ -79,12 +79,15 @@ class Observer:
         self.seen.add(top.name)
         name = top.title if ordinal == 0 else f"{top.title}[{ordinal}]"
         layer = self.layers.setdefault(name, len(self.layers))
+        crosses = cross if cross is not None else any(f.cross for f in self.stack[-2:])
         if layer == len(self.record.sites):
-            self.record.sites.append(Site(name, kind, shape[-3] if len(shape) > 3 else 1))
+            apart = (
+                cross or named_cross(top.name) or any(f.cross for f in self.stack[-2:] if is_attention("", f.module))
+            )
+            self.record.sites.append(Site(name, kind, shape[-3] if len(shape) > 3 else 1, bool(apart)))
         if not self.options.chosen(layer, name):
             return
         call = build()
-        crosses = cross if cross is not None else any(f.cross for f in self.stack[-2:])
         keep = padding(self.stack, call.batch, call.n_query)
         if keep is None and not crosses:
             keep = self_padding(call)
@@ -94,14 +97,19 @@ class Observer:
             sums = self.buffer.sums[layer] = Accumulator(call.heads, call.first.device, top.module.training)
         phase = (self.count * GOLDEN) % 1.0 if self.options.rows else 0.5
         measure.measure(call, sums, rows=self.options.rows, phase=phase, stats=stats)
-        self._look_closely(call, sums, layer)
+        self._look_closely(call, sums, layer, phase)
         self._map_bytes += 4 * call.batch * call.heads * call.n_query * call.n_key
 
-    def _look_closely(self, call: Scores, sums: Accumulator, layer: int) -> None:
+    def _look_closely(self, call: Scores, sums: Accumulator, layer: int, phase: float) -> None:
         count = self.count
-        if count % SAMPLED == 0 or layer not in self._samples:
-            measure.look(call, sums)  # strongest keys and twins change slowly: the last sample stands in between
+        # In training strongest keys and twins change slowly: the last sample stands in between. Inputs of a frozen
+        # model have nothing to do with each other, but for the tokens of a text that is being generated.
+        apart = not sums.training and call.n_query > 1
+        if apart or count % SAMPLED == 0 or layer not in self._samples:
+            measure.look(call, sums)
             self._samples[layer] = sums
+            if self.options.received:
+                measure.receive(call, sums, rows=self.options.rows, phase=phase)
             for where in self.options.maps:
                 if where[0] == layer and where[1] < call.heads:
                     row = measure.pooled_map(call, where[1], self.step, layer)

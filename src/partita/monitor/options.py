@@ -25,6 +25,7 @@ class Options:
     sinks: list[Any]
     thresholds: Thresholds
     kernel: str
+    received: bool = False
 
     def chosen(self, layer: int, name: str) -> bool:
         wanted = self.layers
@@ -33,7 +34,8 @@ class Options:
     def plain(self) -> dict[str, Any]:
         """For the record's provenance."""
         maps = [list(m) for m in self.maps]
-        return {"every": self.every, "rows": self.rows, "layers": self.layers, "maps": maps, "kernel": self.kernel}
+        plain = {"every": self.every, "rows": self.rows, "layers": self.layers, "maps": maps, "kernel": self.kernel}
+        return {**plain, "received": self.received}
 
 
 def options(
@@ -47,6 +49,7 @@ def options(
     sinks: Sequence[Any],
     thresholds: Thresholds | dict[str, float] | None,
     kernel: str,
+    received: bool = False,
 ) -> Options:
     """Every argument but the model and the title; `names` are those of its modules."""
     if not _whole(every) or every < 1:
@@ -55,9 +58,11 @@ def options(
         raise ValueError(f"rows must be None (every row) or a number of rows, at least 1; got {rows!r}.")
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}; got {kernel!r}.")
+    if not isinstance(received, bool):
+        raise ValueError(f"received must be True or False: whether to follow what each key receives; got {received!r}.")
     limits = thresholds if isinstance(thresholds, Thresholds) else Thresholds().with_(**(thresholds or {}))
     wanted = _layers(layers, model, names)
-    return Options(every, rows, wanted, _maps(maps), _sinks(sinks), limits, kernel)
+    return Options(every, rows, wanted, _maps(maps), _sinks(sinks), limits, kernel, received)
 
 
 def _whole(x: object) -> bool:

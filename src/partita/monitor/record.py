@@ -1,7 +1,8 @@
 """Rows of measurements, in memory or as JSON lines. Imports neither torch nor numpy, so a report needs no torch.
 
 A record is a list of *blocks*: one per (step, layer), holding a row of `COLUMNS` for each head, and a row of
-`BAND_COLUMNS` for each head and each band of visible keys. Losses, temperature curves and maps are plain dicts.
+`BAND_COLUMNS` for each head and each band of visible keys. Losses, temperature curves, maps and
+profiles of what keys received are plain dicts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ COLUMNS: dict[str, str] = {
     "log_partition": "nats, mean over rows of log Z",
     "score_variance": "mean over rows of the variance of the score under p",
     "sink_first": "mean over rows of the mass on key 0",
-    "sink_top": "mean mass on the one key that gets most, over evenly spaced rows",
+    "sink_top": "mean mass on the one key that gets most, over evenly spaced rows; in training of one step in eight",
     "sink_key": "index of that key",
     "top_mass": "mean over rows of the largest probability",
     "visible": "mean number of keys a row may see",
@@ -58,6 +59,12 @@ class Site:
     name: str
     kind: str
     heads: int
+    cross: bool = False  # keys of another sequence: cross-attention
+
+    def line(self, layer: int) -> dict[str, Any]:
+        """As a file has it."""
+        about = {"kind": "site", "layer": layer, "name": self.name, "type": self.kind, "heads": self.heads}
+        return about | ({"cross": True} if self.cross else {})
 
 
 @dataclass
@@ -100,6 +107,7 @@ class Record:
     studies: list[dict[str, Any]] = field(default_factory=list)
     coverage: dict[str, Any] = field(default_factory=dict)
     overhead: dict[str, Any] = field(default_factory=dict)
+    received: list[dict[str, Any]] = field(default_factory=list)  # profiles, as positions.py makes them
 
     def steps(self) -> list[int]:
         return sorted({b.step for b in self.blocks} | {int(r["step"]) for r in self.losses})
@@ -107,13 +115,14 @@ class Record:
     def rows(self) -> Iterator[dict[str, Any]]:
         """One dict per step, layer and head."""
         for block in self.blocks:
-            name = self.sites[block.layer].name if block.layer < len(self.sites) else str(block.layer)
+            site = self.sites[block.layer] if block.layer < len(self.sites) else Site(str(block.layer), "", 0)
             for head in range(block.heads):
                 row: dict[str, Any] = {"step": block.step, "layer": block.layer, "head": head}
                 for key, value in block.row(head).items():
                     row[key] = int(value) if key in INTEGERS and math.isfinite(value) else value
-                row["name"] = name
+                row["name"] = site.name
                 row["training"] = block.training
+                row["cross"] = site.cross
                 yield row
 
     def frame(self, pandas: bool | None = None) -> Any:
@@ -151,10 +160,11 @@ class Record:
     def lines(self) -> Iterator[dict[str, Any]]:
         yield header(self.provenance)
         for layer, site in enumerate(self.sites):
-            yield {"kind": "site", "layer": layer, "name": site.name, "type": site.kind, "heads": site.heads}
+            yield site.line(layer)
         for block in self.blocks:
             yield block_line(block)
-        for kind, rows in (("loss", self.losses), ("curve", self.curves), ("map", self.maps), ("study", self.studies)):
+        told = {"loss": self.losses, "curve": self.curves, "map": self.maps, "received": self.received}
+        for kind, rows in (told | {"study": self.studies}).items():
             for row in rows:
                 yield {"kind": kind, **clean(row)}
         yield {"kind": "summary", "coverage": clean(self.coverage), "overhead": clean(self.overhead)}
@@ -185,7 +195,7 @@ def render_page(part: str = "") -> Any:
 
 
 def frame_columns() -> list[str]:
-    return ["step", "layer", "head", *COLUMNS, "name", "training"]
+    return ["step", "layer", "head", *COLUMNS, "name", "training", "cross"]
 
 
 def text_of(line: dict[str, Any]) -> str:

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from partita import Gibbs, support
 from partita.attn.problem import Problem
+from partita.score import InnerProduct
 from partita.support import Support
 
+# the arguments of attention that its scores depend on
+_OF_SCORES = ("attn_mask", "is_causal", "scale", "enable_gqa", "support", "bias", "softcap", "score")
 WHOLE = 1 << 26  # cells of a support or of a position bias that may be written out for a close look
 
 
@@ -199,11 +202,17 @@ def sdpa_scores(
     return Scores(query, key, scale, mask, causal, None, softcap)
 
 
-def partita_scores(query: Tensor, key: Tensor, **options: Any) -> Scores:
+def partita_scores(call: dict[str, Any]) -> Scores:
     """A call of partita.attention: its own reading of its arguments, its policy asked with all that it can see."""
+    query, key = call["query"], call["key"]
+    options: Any = {name: call[name] for name in _OF_SCORES if name in call}
     causal = bool(options.get("is_causal", False))
     problem = Problem.of(query.detach(), key.detach(), **options)
     scale = problem.resolved().scale
+    if isinstance(problem.score, InnerProduct):
+        query, key = problem.score.features(query.detach(), key.detach())
+    elif problem.score is not None:
+        raise ValueError("a score that is a function of its own takes no close look")
     n_query, n_key, lead = query.shape[-2], key.shape[-2], query.shape[:-2]
     mask, seen = problem.bias, options.get("support")
     if problem.rule is not None:
@@ -215,8 +224,8 @@ def partita_scores(query: Tensor, key: Tensor, **options: Any) -> Scores:
     mask = hide(mask, shown if shown is not None and shown.dtype == torch.bool else None)
     if seen is not None and query.dim() != 4:  # it speaks of batch dimensions that change here
         mask, seen = hide(mask, seen.dense(n_query, n_key, lead, query.device)), None
-    call = sdpa_scores(query, key, mask, causal, scale, problem.softcap)
-    return replace(call, support=seen)
+    read = sdpa_scores(query, key, mask, causal, scale, problem.softcap)
+    return replace(read, support=seen)
 
 
 def self_padding(call: Scores) -> Tensor | None:

@@ -60,16 +60,6 @@ def log_to(function: Callable[..., Any], *, heads: bool = False, pass_step: bool
     return sink
 
 
-def tensorboard(writer: Any, *, heads: bool = False) -> Sink:
-    """A `torch.utils.tensorboard.SummaryWriter`, or anything with add_scalar(name, value, step)."""
-
-    def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
-        for name, value in scalars(record, blocks, losses, heads=heads).items():
-            writer.add_scalar(name, value, step)
-
-    return sink
-
-
 def json_lines(path: str | Path) -> Sink:
     """A file that grows with each step and that `load_record` reads, also after an interruption.
 
@@ -88,9 +78,7 @@ def json_lines(path: str | Path) -> Sink:
     def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
         nonlocal sites, fresh
         lines = [header(record.provenance)] if fresh else []
-        for layer in range(sites, len(record.sites)):
-            site = record.sites[layer]
-            lines.append({"kind": "site", "layer": layer, "name": site.name, "type": site.kind, "heads": site.heads})
+        lines += [record.sites[layer].line(layer) for layer in range(sites, len(record.sites))]
         lines += [block_line(b) for b in blocks]
         lines += [{"kind": "loss", **clean(row)} for row in losses]
         if fresh:

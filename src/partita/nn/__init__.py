@@ -3,7 +3,9 @@
 from partita.nn.attention import EntropyInvariantAttention, MultiheadAttention
 from partita.nn.contrastive import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
 from partita.nn.controller import TemperatureController
+from partita.nn.entropy import entropy_loss
 from partita.nn.losses import (
+    BrierLoss,
     CrossEntropyLoss,
     DistillationLoss,
     FocalLoss,
@@ -18,6 +20,7 @@ from partita.nn.transformer import TransformerDecoderLayer, TransformerEncoderLa
 from partita.scale import ScalableSoftmax
 
 __all__ = [
+    "BrierLoss",
     "ClipLoss",
     "CrossEntropyLoss",
     "DistillationLoss",
@@ -36,6 +39,7 @@ __all__ = [
     "TemperatureController",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
+    "entropy_loss",
     "init_sharpness_",
     "qk_clip_",
 ]

@@ -6,13 +6,17 @@ head_r = attention(x W_Q^r, y W_K^r, z W_V^r)          out = concat(head_1 ... h
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partita import support as supports
-from partita.attn import Bias, attention, rotary
+from partita._checks import has_values
+from partita.attn import Bias, Positions, Rotary, attention, entropy_penalty
+from partita.attn.entropy import check_entropy_weight
+from partita.attn.rotary_attention import rotary_attention, rotary_weights
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
@@ -30,9 +34,13 @@ class MultiheadAttention(nn.Module):
 
     scale: how sharp, a number or a policy of `partita.scale`; a policy counts the keys a row may *see*.
     kv_heads: fewer heads for keys and values than for queries.
-    rotary: turn queries and keys by their position (True, or the base of the frequencies).
+    rotary: turn queries and keys by their position: True, the base of the frequencies, or a setting such as
+        `attn.YaRN(4.0, 512)` or `attn.Clipped(511)`.
     qk_norm: root-mean-square norm of queries and keys, one gain per head dimension.
     sink: a learned score per head that takes part of the mass (starts at 0).
+    attention_entropy_weight: while training, `entropy_loss` of the module is -weight * mean(H / log n), which
+        `partita.nn.entropy_loss(model)` picks up for the loss; above 0 keeps attention broad, below 0 sharpens it. One
+        number, or one per head.
 
     Masks are torch's: True hides. A row that sees nothing gives 0 before the output projection, never nan.
 
@@ -58,11 +66,15 @@ class MultiheadAttention(nn.Module):
         *,
         scale: float | Policy | None = None,
         kv_heads: int | None = None,
-        rotary: bool | float = False,
+        rotary: bool | float | Positions = False,
         qk_norm: bool = False,
         sink: bool = False,
+        attention_entropy_weight: float | Sequence[float] = 0.0,
     ):
         super().__init__()
+        check_entropy_weight(attention_entropy_weight, num_heads)
+        self.attention_entropy_weight = attention_entropy_weight
+        self.entropy_loss: Tensor | None = None  # of the last forward, while training
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ShapeError(f"embed_dim must be a multiple of num_heads; got {embed_dim} and {num_heads}.")
         self.kv_heads = num_heads if kv_heads is None else kv_heads
@@ -73,7 +85,7 @@ class MultiheadAttention(nn.Module):
         self.vdim = embed_dim if vdim is None else vdim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         self.scale = scale
-        self.rotary = 10000.0 if rotary is True else float(rotary)
+        self.rotary = rotary if isinstance(rotary, Positions) else 10000.0 if rotary is True else float(rotary)
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         small = self.kv_heads * self.head_dim
         if self.kdim == embed_dim and self.vdim == embed_dim:
@@ -134,9 +146,21 @@ class MultiheadAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary:
-            q, k = rotary(q, base=self.rotary), rotary(k, base=self.rotary)
+        if self.positions is not None and self._clipped is None:
+            q, k = self.positions.turn(q), self.positions.turn(k)
         return q, k, v
+
+    @property
+    def positions(self) -> Positions | None:
+        """How queries and keys turn; `rotary` may be changed after training, to read further."""
+        if isinstance(self.rotary, Positions):
+            return self.rotary
+        return Rotary(base=self.rotary) if self.rotary else None
+
+    @property
+    def _clipped(self) -> Positions | None:
+        """A setting that turning queries and keys beforehand cannot serve."""
+        return None if self.positions is None or self.positions.furthest is None else self.positions
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -178,20 +202,25 @@ class MultiheadAttention(nn.Module):
             if isinstance(attn_bias, Bias):
                 attn_bias = attn_bias.dense(n_query, k.shape[2], q)
             bias = added if attn_bias is None else added + attn_bias
-        heads, stats = attention(
-            q,
-            k,
-            v,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
-            enable_gqa=self.kv_heads != self.num_heads,
-            support=support,
-            bias=bias,
-            sink=self.sink,
-            return_stats=True,
-        )
+        options: dict[str, Any] = {
+            "scale": self.scale,
+            "enable_gqa": self.kv_heads != self.num_heads,
+            "support": support,
+            "bias": bias,
+            "sink": self.sink,
+            "return_stats": True,
+        }
+        dropout = self.dropout if self.training else 0.0
+        if self._clipped is None:
+            heads, stats = attention(q, k, v, dropout_p=dropout, **options)
+        elif dropout > 0:
+            raise ValueRangeError("clipped distances take no dropout; set dropout=0 or call eval() first.")
+        else:
+            heads, stats = rotary_attention(q, k, v, self._clipped, **options)
         if self.training and isinstance(self.scale, TemperatureController):
             self.scale.observe(stats)
+        if self.training and self.attention_entropy_weight != 0.0:
+            self.entropy_loss = entropy_penalty(stats, self.attention_entropy_weight)
         out = self.out_proj(heads.transpose(1, 2).flatten(2))
         second: Any = None
         if return_stats:
@@ -254,11 +283,18 @@ class MultiheadAttention(nn.Module):
             bias = bias.dense(q.shape[-2], k.shape[-2], q)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         grouped = self.kv_heads != self.num_heads
-        weights = Gibbs(q, k, scale=scale, bias=bias, support=support, grouped=grouped).probs()
+        if self._clipped is None:
+            weights = Gibbs(q, k, scale=scale, bias=bias, support=support, grouped=grouped).probs()
+        else:
+            weights = rotary_weights(q, k, self._clipped, scale=scale, bias=bias, support=support, enable_gqa=grouped)
         if self.sink is not None:
             share = torch.sigmoid(stats.log_partition - self.sink.to(stats.log_partition)[:, None])
             weights = weights * share[..., None].to(weights.dtype)
         return weights.mean(1) if average else weights
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, has no last forward."""
+        return {**self.__dict__, "entropy_loss": None}
 
     def extra_repr(self) -> str:
         parts = [f"{self.embed_dim}", f"heads={self.num_heads}"]
@@ -272,7 +308,8 @@ class EntropyInvariantAttention(MultiheadAttention):
 
     Key length in cross attention (M-SCL-6), visible length under masks (M-SCL-5), zeros for a row that sees nothing
     (M-ATT-6), no n x n weights unless asked for. With kappa = 1 the scale hardly acts: `calibrated` chooses it from
-    the standard deviation of the scores (M-SCL-16).
+    the standard deviation of the scores (M-SCL-16). Weights are returned when asked for, and the notes' mask, which
+    shows where it is 1, is `keep_mask`.
 
     >>> layer = EntropyInvariantAttention(8, 2, kappa=2.0)
     >>> layer(torch.zeros(1, 5, 8))[0].shape
@@ -301,16 +338,66 @@ class EntropyInvariantAttention(MultiheadAttention):
         query: Tensor,
         key: Tensor | None = None,
         value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
+        *torchs: Any,
+        keep_mask: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """As MultiheadAttention; key defaults to query, value to key, and no weights are written out."""
+        """As MultiheadAttention, after value in torch's order; key defaults to query, value to key, weights to None.
+
+        need_weights=True, average_attn_weights=False gives the weights of every head, (batch, heads, n_query, n_key).
+
+        Masks speak two languages. Torch's `key_padding_mask` and `attn_mask` hide where they are True; the notes' mask
+        shows where it is not 0, and is called `keep_mask` here: (n_query, n_key), also with (batch,) or
+        (batch, heads or 1) in front, boolean or of zeros and ones. A mask that could be either is refused.
+        """
         key = query if key is None else key
         value = key if value is None else value
-        return super().forward(
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, **options
+        named = dict(zip(_TORCHS, torchs, strict=False))
+        again = sorted(named.keys() & options.keys())
+        if again or len(torchs) > len(_TORCHS):
+            raise ValueRangeError(f"too many arguments: after value come {', '.join(_TORCHS)}, each once.")
+        if options.get("mask") is not None:
+            raise ValueRangeError(f"mask= does not say what it means. {_LANGUAGES}")
+        options.pop("mask", None)
+        batch, n_query, n_key = self._sizes(query, key)
+        pad = named.get("key_padding_mask")
+        if pad is not None and (tuple(pad.shape) != (batch, n_key) or batch == n_query):
+            raise ValueRangeError(f"a mask {tuple(pad.shape)} as the fourth argument could be either. {_LANGUAGES}")
+        named = {"need_weights": False, **named, **options}
+        if keep_mask is not None:
+            hidden = ~_kept(keep_mask, n_query, n_key)
+            given = named.get("attn_mask")
+            if given is not None:
+                raise ValueRangeError("give keep_mask or attn_mask, not both: join them with & of what they show.")
+            named["attn_mask"] = hidden
+        return super().forward(query, key, value, **named)
+
+    def _sizes(self, query: Tensor, key: Tensor) -> tuple[int, int, int]:
+        """Batch, queries and keys; a batch of 1 for inputs without one."""
+        if query.dim() != 3:
+            return 1, query.shape[0], key.shape[0]
+        if self.batch_first:
+            return query.shape[0], query.shape[1], key.shape[1]
+        return query.shape[1], query.shape[0], key.shape[0]
+
+
+_TORCHS = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
+_LANGUAGES = (
+    "Name it: keep_mask= shows where it is not 0 (n_query, n_key), attn_mask= hides where it is True (n_query, n_key), "
+    "key_padding_mask= hides keys where it is True (batch, n_key)."
+)
+
+
+def _kept(mask: Tensor, n_query: int, n_key: int) -> Tensor:
+    """A keep-mask as booleans over (..., n_query, n_key)."""
+    if mask.dtype != torch.bool:
+        if has_values(mask) and not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueRangeError("keep_mask must be boolean, or hold 0 and 1; numbers to be added are attn_mask=.")
+        mask = mask != 0
+    rows = tuple(mask.shape[-2:])
+    if mask.dim() < 2 or rows not in ((n_query, n_key), (1, n_key)):
+        raise ShapeError(
+            f"keep_mask must be {(n_query, n_key)}, also with batch and heads in front; got {tuple(mask.shape)}. "
+            f"Of keys alone it is mask[:, None, :]."
         )
+    return mask.expand(*mask.shape[:-2], n_query, n_key)

@@ -12,6 +12,7 @@ from partita.engine import Stats
 from partita.errors import ShapeError
 
 __all__ = [
+    "BrierLoss",
     "CrossEntropyLoss",
     "DistillationLoss",
     "FocalLoss",
@@ -178,11 +179,15 @@ class _Error(nn.Module):
         return f"on={self.on}, reduction={self.reduction}"
 
 
-class MSELoss(_Error):
-    """`mse_loss` of a classifier: |softmax(z) - y|^2, summed over classes; on="logits" leaves the softmax out."""
+class BrierLoss(_Error):
+    """`brier_loss` of a classifier: |softmax(z) - y|^2, summed over classes; on="logits" leaves the softmax out."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return losses.mse_loss(input, target, on=self.on, reduction=self.reduction, ignore_index=self.ignore_index)
+        return losses.brier_loss(input, target, on=self.on, reduction=self.reduction, ignore_index=self.ignore_index)
+
+
+class MSELoss(BrierLoss):
+    """The old name of `BrierLoss`."""
 
 
 class MAELoss(_Error):

@@ -9,7 +9,6 @@
     layer         the parts of an attention layer: backward, cost, positions, norms
     law           the dense Gibbs law and how laws of blocks merge
     selection     top-k, hard and Gumbel choice
-    errata        formulas in circulation that are wrong, next to the right ones, as numbers
 
 A function whose docstring says "streams" takes a `partita.Gibbs` (or query and key) and holds nothing of size
 n_query * n_key; the others work on the tensors they are given. "Spec: M-ENT-1" names a statement of docs/statements.md.
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 from partita.theory import (
     contrast,
-    errata,
     geometry,
     information,
     law,
@@ -34,7 +32,6 @@ from partita.theory.information import InformationBound, mutual_information_boun
 __all__ = [
     "InformationBound",
     "contrast",
-    "errata",
     "geometry",
     "information",
     "law",

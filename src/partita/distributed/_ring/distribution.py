@@ -2,8 +2,8 @@
 
     p(j|i) = exp( softcap(scale_i * <query_i, key_j>) + bias_ij ) / Z_i        j among the keys of every rank
 
-A pass gives the same row sums as one machine would (`partita.engine.Sums`), so that whatever reads those off a Gibbs
-reads them off this.
+A pass gives the same row sums as one machine would (`partita.engine.sums.Sums`), so that whatever reads those off a
+Gibbs reads them off this.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ TABLE = {
             tiled.backward,
             column_sums=columns.column_sums,
             divergences=Divergences(pair.divergence, pair.divergence_backward),
+            pairs=True,
         ),
         Backend(
             "dense",
@@ -43,6 +44,7 @@ TABLE = {
             tiled.backward_whole,
             column_sums=columns.column_sums_whole,
             divergences=Divergences(pair.divergence_whole, pair.divergence_backward_whole),
+            pairs=True,
         ),
     )
 }
@@ -110,11 +112,11 @@ def choose(request: Request, name: str = "", other: Request | None = None) -> Ba
     if name != "auto":
         entry = TABLE[_known(name)]
         for each in asked:
-            reason = entry.why_not(each)
+            reason = entry.refuses(each)
             if reason is not None:
                 raise BackendError(f"backend {name!r} cannot serve this request: {reason}. Use backend('auto').")
         return entry
-    return next(e for e in TABLE.values() if all((e.why_not(each) or e.unasked(each)) is None for each in asked))
+    return next(e for e in TABLE.values() if all((e.refuses(each) or e.unasked(each)) is None for each in asked))
 
 
 def explain(request: Request) -> str:
@@ -124,6 +126,6 @@ def explain(request: Request) -> str:
     lines = [f"{serving} serves" + (" (asked for)" if asked != "auto" else "")]
     for name, entry in TABLE.items():
         if name != serving:
-            reason = entry.why_not(request) or entry.unasked(request)
+            reason = entry.refuses(request) or entry.unasked(request)
             lines.append(f"{name}: {reason or 'could serve too, ' + entry.place}")
     return "\n".join(lines)

@@ -62,9 +62,18 @@ class Backend:
     divergences: Divergences | None = None
     # the k best scores of every row and their keys, in falling order; None where it has no kernel
     top: Callable[[Request, int], tuple[Tensor, Tensor] | None] | None = None
+    # how many keys score within each edge (1-D, any order) of their row's largest; None where it has no kernel
+    gaps: Callable[[Request, Tensor], Tensor | None] | None = None
     # statistics of rows added to the totals of their heads, in one walk; False where it does not serve them
     accumulate: Callable[..., bool] | None = None
     # why `weighted_nll` and `both_ways` cannot serve, where they serve more than a pass does
     why_no_loss: Callable[[Request], str | None] | None = None
+    pairs: bool = False  # whether it serves scores that are functions of tiles
     # why "auto" passes by a request that it could serve if it were named
     unasked: Callable[[Request], str | None] = lambda request: None
+
+    def refuses(self, request: Request, *, loss: bool = False) -> str | None:
+        """Why it cannot serve this request, or the kernels of a loss; None if it can."""
+        if request.pairs is not None and not self.pairs:
+            return "its kernels take inner products, and this score is a function of its own"
+        return ((self.why_no_loss if loss else None) or self.why_not)(request)

@@ -58,5 +58,28 @@ def page(*, title: str, style: str, script: str, data: Any, fallback: str = "") 
     )
 
 
+STATIC = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>{body}</main>
+</body>
+</html>
+"""
+
+
+def static_page(*, title: str, style: str, body: str) -> str:
+    """A file without any script; `body` is markup, and must be escaped already."""
+    policy = f"default-src 'none'; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    return STATIC.format(policy=policy, title=html.escape(title), style=style, body=body)
+
+
 def _hash(text: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"

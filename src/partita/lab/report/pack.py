@@ -46,7 +46,7 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
         columns[name] = _gather(record, name, offsets, heads, slot, len(bins))
     metrics, resolution = _encode(columns, len(bins))
     packed = {
-        "sites": [{"name": s.name, "kind": s.kind, "heads": s.heads} for s in record.sites],
+        "sites": [{"name": s.name, "kind": s.kind, "heads": s.heads, "cross": s.cross} for s in record.sites],
         "steps": shown,
         "metrics": metrics,
         "resolution": resolution,
@@ -55,6 +55,7 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
         "curves": {str(c["layer"]): clean(c) for c in record.curves},
         "keys": {str(c["layer"]): clean(c.get("keys") or []) for c in record.curves},
         "maps": {f"{m['layer']},{m['head']}": _map(m) for m in record.maps},
+        "received": _received(record),
         "losses": _losses(record, points),
         "studies": clean([row for row in record.studies if row.get("study") != KIND]),
         "totals": {k: _total(record, k) for k in ("rows", "single", "nonfinite")},
@@ -169,6 +170,22 @@ def _band_means(record: Record, steps: set[int]) -> dict[str, Any]:
         line["visible"].append(float(f"{visible / rows:.5g}"))
         line["width"].append(float(f"{wide / rows:.5g}"))
     return out
+
+
+def _received(record: Record) -> dict[str, Any]:
+    """The first and the newest profile of each layer, in the digits a figure shows."""
+    out: dict[str, Any] = {}
+    for layer in sorted({r["layer"] for r in record.received}):
+        mine = [r for r in record.received if r["layer"] == layer]
+        out[str(layer)] = [_short_profile(r) for r in (mine[:1] if len(mine) > 1 else []) + mine[-1:]]
+    return out
+
+
+def _short_profile(row: dict[str, Any]) -> dict[str, Any]:
+    def few(values: list[float | None] | None) -> Any:
+        return None if values is None else [None if v is None else float(f"{v:.4g}") for v in values]
+
+    return {**clean(row), "bins": [few(line) for line in row["bins"]], "alike": few(row["alike"])}
 
 
 def _map(given: dict[str, Any]) -> dict[str, Any]:

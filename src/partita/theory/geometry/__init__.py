@@ -2,132 +2,35 @@
 
 from __future__ import annotations
 
-from partita.theory.geometry.attenuation import Curvature, curvature_summary, gradient_attenuation, sigmoid_gradients
-from partita.theory.geometry.cross_entropy import (
-    ClassifierGradients,
-    cross_entropy_decomposition,
-    cross_entropy_gradients,
-    cross_entropy_hessian_logits,
-    cross_entropy_hessian_weights,
-    cross_entropy_hvp,
-    soft_cross_entropy,
+from partita.theory.geometry import (
+    attenuation,
+    cross_entropy,
+    divergence,
+    fisher,
+    jacobian,
+    loss_shapes,
+    simplex,
+    smooth_maximum,
+    squared_error,
 )
-from partita.theory.geometry.divergence import (
-    fisher_rao_distance,
-    gibbs_kl,
-    jensen_shannon,
-    kl,
-    kl_scale_expansion,
-    total_variation,
-)
-from partita.theory.geometry.fisher import (
-    entropy_differential,
-    entropy_fisher_gradient,
-    entropy_tangent_gradient,
-    fisher_free,
-    fisher_homogeneous,
-    fisher_logits,
-    fisher_quadratic_form,
-    temper,
-)
-from partita.theory.geometry.jacobian import (
-    JacobianNorms,
-    jacobian_norms,
-    jacobian_trace,
-    softmax_jacobian,
-    softmax_vjp,
-    subset_norm,
-)
-from partita.theory.geometry.loss_shapes import (
-    Smoothing,
-    focal_gradient,
-    gaussian_nll,
-    hinge_mass,
-    label_smoothing_parts,
-    laplace_nll,
-    smoothing_floor,
-    weighted_cross_entropy_gradient,
-)
-from partita.theory.geometry.simplex import (
-    absolute_error,
-    cross_entropy_profile,
-    is_distribution,
-    loss_surface,
-    simplex_grid,
-    simplex_projection,
-    squared_error_profile,
-    tangent_projection,
-    triangle_coordinates,
-)
-from partita.theory.geometry.smooth_maximum import MaximumBounds, smooth_max, smooth_max_bounds, smooth_mean_max
-from partita.theory.geometry.squared_error import (
-    RegressionGradients,
-    sigmoid_squared_error_curvature,
-    sigmoid_squared_error_gradient,
-    softmax_squared_error_gradient,
-    softmax_squared_error_hessian,
-    squared_error_gradients,
-    squared_error_hessian,
-)
+from partita.theory.geometry.attenuation import *
+from partita.theory.geometry.cross_entropy import *
+from partita.theory.geometry.divergence import *
+from partita.theory.geometry.fisher import *
+from partita.theory.geometry.jacobian import *
+from partita.theory.geometry.loss_shapes import *
+from partita.theory.geometry.simplex import *
+from partita.theory.geometry.smooth_maximum import *
+from partita.theory.geometry.squared_error import *
 
 __all__ = [
-    "ClassifierGradients",
-    "Curvature",
-    "JacobianNorms",
-    "MaximumBounds",
-    "RegressionGradients",
-    "Smoothing",
-    "absolute_error",
-    "cross_entropy_decomposition",
-    "cross_entropy_gradients",
-    "cross_entropy_hessian_logits",
-    "cross_entropy_hessian_weights",
-    "cross_entropy_hvp",
-    "cross_entropy_profile",
-    "curvature_summary",
-    "entropy_differential",
-    "entropy_fisher_gradient",
-    "entropy_tangent_gradient",
-    "fisher_free",
-    "fisher_homogeneous",
-    "fisher_logits",
-    "fisher_quadratic_form",
-    "fisher_rao_distance",
-    "focal_gradient",
-    "gaussian_nll",
-    "gibbs_kl",
-    "gradient_attenuation",
-    "hinge_mass",
-    "is_distribution",
-    "jacobian_norms",
-    "jacobian_trace",
-    "jensen_shannon",
-    "kl",
-    "kl_scale_expansion",
-    "label_smoothing_parts",
-    "laplace_nll",
-    "loss_surface",
-    "sigmoid_gradients",
-    "sigmoid_squared_error_curvature",
-    "sigmoid_squared_error_gradient",
-    "simplex_grid",
-    "simplex_projection",
-    "smooth_max",
-    "smooth_max_bounds",
-    "smooth_mean_max",
-    "smoothing_floor",
-    "soft_cross_entropy",
-    "softmax_jacobian",
-    "softmax_squared_error_gradient",
-    "softmax_squared_error_hessian",
-    "softmax_vjp",
-    "squared_error_gradients",
-    "squared_error_hessian",
-    "squared_error_profile",
-    "subset_norm",
-    "tangent_projection",
-    "temper",
-    "total_variation",
-    "triangle_coordinates",
-    "weighted_cross_entropy_gradient",
+    *attenuation.__all__,
+    *cross_entropy.__all__,
+    *divergence.__all__,
+    *fisher.__all__,
+    *jacobian.__all__,
+    *loss_shapes.__all__,
+    *simplex.__all__,
+    *smooth_maximum.__all__,
+    *squared_error.__all__,
 ]

@@ -2,114 +2,24 @@
 
 from __future__ import annotations
 
-from partita.theory.information.bottleneck import (
-    Bottleneck,
-    attention_information,
-    bottleneck_objective,
-    bottleneck_step,
-    solve_bottleneck,
-)
-from partita.theory.information.budget import (
-    Budget,
-    entropy_penalty_gradient,
-    expected_init_entropy,
-    information_budget,
-    selectivity,
-    sharpness_of_cosine,
-)
-from partita.theory.information.correlation import (
-    conditional_entropies,
-    dual_total_correlation,
-    marginals,
-    mutual_information_sum,
-    mutual_information_table,
-    prefix_information,
-    product_of_marginals,
-    total_correlation,
-)
-from partita.theory.information.derivatives import (
-    Cumulants,
-    entropy_gradient,
-    entropy_scale_curvature,
-    entropy_scale_derivative,
-    entropy_scale_slope,
-    entropy_temperature_derivative,
-    score_cumulants,
-    weight_scale_derivative,
-)
-from partita.theory.information.entropy import (
-    Bounds,
-    code_length,
-    effective_sample_size,
-    effective_width,
-    entropy,
-    entropy_bounds,
-    entropy_lower_bound,
-    entropy_of,
-    kl_to_uniform,
-    normalized_entropy,
-)
-from partita.theory.information.floor import entropy_floor, entropy_floor_of_width, floor_gap, logit_width, max_weight
-from partita.theory.information.mutual import (
-    InformationBound,
-    candidates_needed,
-    gaussian_information,
-    mutual_information_bound,
-    optimal_gaussian_critic,
-    token_information_gain,
-)
-from partita.theory.information.streaming import collision_log_mass, renyi_entropy, streaming_entropy
+from partita.theory.information import bottleneck, budget, correlation, derivatives, floor, mutual, streaming
+from partita.theory.information import entropy as entropy_file
+from partita.theory.information.bottleneck import *
+from partita.theory.information.budget import *
+from partita.theory.information.correlation import *
+from partita.theory.information.derivatives import *
+from partita.theory.information.entropy import *
+from partita.theory.information.floor import *
+from partita.theory.information.mutual import *
+from partita.theory.information.streaming import *
 
 __all__ = [
-    "Bottleneck",
-    "Bounds",
-    "Budget",
-    "Cumulants",
-    "InformationBound",
-    "attention_information",
-    "bottleneck_objective",
-    "bottleneck_step",
-    "candidates_needed",
-    "code_length",
-    "collision_log_mass",
-    "conditional_entropies",
-    "dual_total_correlation",
-    "effective_sample_size",
-    "effective_width",
-    "entropy",
-    "entropy_bounds",
-    "entropy_floor",
-    "entropy_floor_of_width",
-    "entropy_gradient",
-    "entropy_lower_bound",
-    "entropy_of",
-    "entropy_penalty_gradient",
-    "entropy_scale_curvature",
-    "entropy_scale_derivative",
-    "entropy_scale_slope",
-    "entropy_temperature_derivative",
-    "expected_init_entropy",
-    "floor_gap",
-    "gaussian_information",
-    "information_budget",
-    "kl_to_uniform",
-    "logit_width",
-    "marginals",
-    "max_weight",
-    "mutual_information_bound",
-    "mutual_information_sum",
-    "mutual_information_table",
-    "normalized_entropy",
-    "optimal_gaussian_critic",
-    "prefix_information",
-    "product_of_marginals",
-    "renyi_entropy",
-    "score_cumulants",
-    "selectivity",
-    "sharpness_of_cosine",
-    "solve_bottleneck",
-    "streaming_entropy",
-    "token_information_gain",
-    "total_correlation",
-    "weight_scale_derivative",
+    *bottleneck.__all__,
+    *budget.__all__,
+    *correlation.__all__,
+    *derivatives.__all__,
+    *entropy_file.__all__,
+    *floor.__all__,
+    *mutual.__all__,
+    *streaming.__all__,
 ]

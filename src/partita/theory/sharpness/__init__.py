@@ -2,126 +2,35 @@
 
 from __future__ import annotations
 
-from partita.theory.sharpness.condensed import (
-    condensed_entropy,
-    condensed_index,
-    extreme_location,
-    frozen_index,
-    frozen_sharpness,
+from partita.theory.sharpness import (
+    condensed,
+    control,
+    critical,
+    cumulant,
+    gaussian,
+    growth,
+    needle,
+    policies,
+    temperature,
 )
-from partita.theory.sharpness.control import (
-    ScaleRoot,
-    controller_multiplier,
-    controller_step,
-    entropy_scale,
-    entropy_scale_gradient,
-)
-from partita.theory.sharpness.cumulant import (
-    Prediction,
-    bernoulli_cumulant,
-    gaussian_cumulant,
-    laplace_cumulant,
-    laplace_method_edge,
-    laplace_method_interior,
-    predicted_entropy,
-    uniform_cumulant,
-)
-from partita.theory.sharpness.gaussian import (
-    condensation_sharpness,
-    expected_maximum,
-    gaussian_entropy,
-    gaussian_log_partition,
-    gaussian_mean_score,
-    gaussian_sharpness,
-)
-from partita.theory.sharpness.growth import (
-    exponential_scale,
-    growth_exponent,
-    margin_entropy,
-    margin_half_scale,
-    margin_scale,
-    spherical_scale,
-    tied_entropy_floor,
-    uniform_entropy,
-    uniform_scale,
-)
-from partita.theory.sharpness.needle import (
-    needle_threshold,
-    needle_weight,
-    needle_weight_samples,
-    needle_weight_typical,
-)
-from partita.theory.sharpness.policies import (
-    calibrate_kappa,
-    crossover_length,
-    equivalent_kappa,
-    head_sharpness,
-    kappa_entropy,
-    length_slope,
-    reference_length_slope,
-    row_score_variance,
-    score_variance,
-    stationary_length,
-)
-from partita.theory.sharpness.temperature import (
-    distillation_gradient,
-    distillation_loss,
-    effective_temperature,
-    entropy_sweep,
-    scale_of_temperature,
-)
+from partita.theory.sharpness.condensed import *
+from partita.theory.sharpness.control import *
+from partita.theory.sharpness.critical import *
+from partita.theory.sharpness.cumulant import *
+from partita.theory.sharpness.gaussian import *
+from partita.theory.sharpness.growth import *
+from partita.theory.sharpness.needle import *
+from partita.theory.sharpness.policies import *
+from partita.theory.sharpness.temperature import *
 
 __all__ = [
-    "Prediction",
-    "ScaleRoot",
-    "bernoulli_cumulant",
-    "calibrate_kappa",
-    "condensation_sharpness",
-    "condensed_entropy",
-    "condensed_index",
-    "controller_multiplier",
-    "controller_step",
-    "crossover_length",
-    "distillation_gradient",
-    "distillation_loss",
-    "effective_temperature",
-    "entropy_scale",
-    "entropy_scale_gradient",
-    "entropy_sweep",
-    "equivalent_kappa",
-    "expected_maximum",
-    "exponential_scale",
-    "extreme_location",
-    "frozen_index",
-    "frozen_sharpness",
-    "gaussian_cumulant",
-    "gaussian_entropy",
-    "gaussian_log_partition",
-    "gaussian_mean_score",
-    "gaussian_sharpness",
-    "growth_exponent",
-    "head_sharpness",
-    "kappa_entropy",
-    "laplace_cumulant",
-    "laplace_method_edge",
-    "laplace_method_interior",
-    "length_slope",
-    "margin_entropy",
-    "margin_half_scale",
-    "margin_scale",
-    "needle_threshold",
-    "needle_weight",
-    "needle_weight_samples",
-    "needle_weight_typical",
-    "predicted_entropy",
-    "reference_length_slope",
-    "row_score_variance",
-    "scale_of_temperature",
-    "score_variance",
-    "spherical_scale",
-    "stationary_length",
-    "tied_entropy_floor",
-    "uniform_cumulant",
-    "uniform_entropy",
-    "uniform_scale",
+    *condensed.__all__,
+    *control.__all__,
+    *critical.__all__,
+    *cumulant.__all__,
+    *gaussian.__all__,
+    *growth.__all__,
+    *needle.__all__,
+    *policies.__all__,
+    *temperature.__all__,
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from partita.theory._domain import Number, number, require
 from partita.theory.information.entropy import entropy
 
 __all__ = [
+    "bias_growth",
     "calibrate_kappa",
     "crossover_length",
     "equivalent_kappa",
@@ -84,12 +86,16 @@ def crossover_length(dim: Number) -> Tensor:
     return number(dim).sqrt().exp()
 
 
-def calibrate_kappa(n0: Number, dim: Number, sigma: Number | None = None) -> Tensor:
+def calibrate_kappa(n0: Number, dim: Number, sigma: Number | None = None, growth: Number = 1.0) -> Tensor:
     """The kappa that makes kappa log(n) / dim hold entropy constant to first order around the length n0.
 
         kappa = dim / (sigma * sqrt(log n0)),      sigma = sd of raw scores, sqrt(dim) for unit-variance vectors (None)
 
     There H = log(n0) / 2 and the sharpness is sqrt(log n0). Gaussian scores. Spec: M-SCL-16.
+
+    Under an additive position bias, independent of the scores, H = H_bias(n) - sharpness^2 / 2, so that kappa is
+    smaller by sqrt(growth), growth = dH_bias / d log n as `bias_growth` gives it: 1 without a bias, 0 where the bias
+    alone has already ended the dilution.
 
     >>> round(calibrate_kappa(4096, 64).item(), 2)  # sqrt(64 / 8.318)
     2.77
@@ -98,7 +104,28 @@ def calibrate_kappa(n0: Number, dim: Number, sigma: Number | None = None) -> Ten
     require(n0 > 1, f"n0 must exceed 1, as log 1 = 0; got {n0}.")
     sigma = dim.sqrt() if sigma is None else number(sigma)
     require(sigma > 0, f"sigma is the standard deviation of scores and must be positive; got {sigma}.")
-    return dim / (sigma * n0.log().sqrt())
+    growth = number(growth)
+    require(growth >= 0, f"growth is how fast the bias alone widens a row, and not negative; got {growth}.")
+    return dim / sigma * (growth / n0.log()).sqrt()
+
+
+def bias_growth(bias: Tensor, n0: int) -> Tensor:
+    """How fast the entropy of a position bias alone grows with the length: dH_bias / d log n at n0.
+
+        H_bias(n) = H(softmax(bias_0 ... bias_{n-1})),      bias_t what a key at distance t gets        (M-ATT-9)
+
+    1 for no bias (H_bias = log n), 0 for one that has decayed: ALiBi with slope m widens no further beyond some 1 / m.
+
+    >>> bias_growth(torch.zeros(2000), 1000)
+    tensor(1.0000, dtype=torch.float64)
+    >>> bool(bias_growth(-0.1 * torch.arange(2000), 1000) < 1e-6)
+    True
+
+    bias: by distance, (..., more than n0 entries).
+    """
+    require(bias.shape[-1] > n0 >= 2, f"bias must reach beyond n0 = {n0} >= 2; got {bias.shape[-1]} distances.")
+    short, long = (entropy(bias[..., : n0 + d].double()) for d in (-1, 1))
+    return (long - short) / math.log((n0 + 1) / (n0 - 1))
 
 
 def stationary_length(kappa: Number, dim: Number, sigma: Number | None = None) -> Tensor:

@@ -18,6 +18,7 @@ from partita.engine.backends import tiled
 from partita.engine.backends.native import library, losses, reduce
 from partita.engine.backends.native.divergence import Operands
 from partita.engine.backends.native.divergence import divergence as pair_divergence
+from partita.engine.backends.native.gaps import gaps as near
 from partita.engine.backends.native.plain_attention import attention
 from partita.engine.backends.native.received import received
 from partita.engine.backends.native.statistics import accumulate
@@ -171,7 +172,7 @@ def column_sums(request: Request, peak: Tensor, weight: Tensor, shared: bool) ->
     peak = peak.double().expand(*request.batch, request.n_query)
     total: Tensor | None = None
     for r in (parts(request) if len(request.terms) > 1 else None) or (request,):
-        found = received(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, peak, weight, shared)
+        found = received(r, _terms(r), peak, weight, shared)
         if found is None:
             return columns.column_sums(request, peak, weight, shared)
         total = found if total is None else total + found
@@ -183,7 +184,14 @@ def top(r: Request, k: int) -> tuple[Tensor, Tensor] | None:
     """The k best scores of every row and their keys; None where that has no kernel."""
     if k > LARGEST or too_large(replace(r, rank=True)):  # as where ranks are asked: parts do not add up
         return None
-    return best(r.query, r.key, r.scale, r.bias, _terms(r), r.softcap, k)
+    return best(r, _terms(r), k)
+
+
+def gaps(r: Request, edges: Tensor) -> Tensor | None:
+    """Keys within each edge of their row's largest score; None where that has no kernel."""
+    if too_large(replace(r, rank=True)):  # parts have largest scores of their own
+        return None
+    return near(r, _terms(r), edges)
 
 
 _FEW = 32  # batch entries, which are gone through one by one
@@ -227,6 +235,7 @@ BACKEND = Backend(
     BothWays(both_ways, both_ways_backward),
     column_sums=column_sums,
     top=top,
+    gaps=gaps,
     divergences=Divergences(divergence, divergence_backward, weighted_divergence),
     accumulate=accumulate,
 )

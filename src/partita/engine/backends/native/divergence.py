@@ -25,7 +25,7 @@ from partita.engine.terms import Term, window_mask
 
 __all__ = ["Operands", "divergence"]
 
-_CHUNK_BYTES = 40 << 20  # of both score matrices at a time, where a key is read once for all rows of a chunk
+_CHUNK_BYTES = 16 << 20  # of both score matrices at a time, where a key is read once for all rows of a chunk
 _CACHED_BYTES = 2 << 20  # where all keys fit into a cache, so do the scores
 _SMALL_KEYS = 1 << 19  # bytes
 

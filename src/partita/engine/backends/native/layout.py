@@ -263,7 +263,17 @@ TOP = Layout(
     index  ptr  (B, Q, k) int64
     """,
 )
-STRUCTURES = (PROBLEM, SUMS, GRADIENTS, ATTENTION, SOFTMAX_ROWS, LOGITS, STATISTICS, COLUMNS, DIVERGENCE_ROWS, TOP)
+GAPS = Layout(
+    "PartitaGaps",
+    """
+    edges  i64  how many, at least 1
+    edge   ptr  (edges) accumulation dtype, not negative, rising
+    count  ptr  (B, Q, edges) int64 result
+    """,
+)
+STRUCTURES = (
+    PROBLEM, SUMS, GRADIENTS, ATTENTION, SOFTMAX_ROWS, LOGITS, STATISTICS, COLUMNS, DIVERGENCE_ROWS, TOP, GAPS,
+)  # fmt: skip
 
 
 def disagreement(reported: str) -> str | None:

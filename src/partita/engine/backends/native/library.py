@@ -21,10 +21,10 @@ from partita.engine.backends.native import layout
 
 __all__ = ["Library", "load", "run", "why_not"]
 
-_VERSION = 7
+_VERSION = 8
 _NAME = "libpartita_native.so"
 _FUNCTIONS = {"forward": 2, "backward": 2, "attention": 3, "softmax_rows": 1, "logits": 1, "statistics": 1,
-              "received": 2, "divergence_rows": 1, "top": 2}  # fmt: skip
+              "received": 2, "divergence_rows": 1, "top": 2, "gaps": 2}  # fmt: skip
 _NOT_FINITE, _NO_MEMORY = 1, 2
 
 

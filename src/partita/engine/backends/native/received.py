@@ -14,23 +14,20 @@ from torch import Tensor
 from partita.engine.axes import offsets
 from partita.engine.backends.native import layout, library
 from partita.engine.backends.native.operands import CPU, Term, pointer, prepare, sound
+from partita.engine.request import Request
 
 __all__ = ["received"]
 
 
 def received(
-    query: Tensor,  # (*b, Q, D)
-    key: Tensor,  # (*b, K, D)
-    scale: Tensor,  # (*b, Q or 1), accumulation dtype
-    bias: Tensor | None,  # (*b, Q or 1, K or 1)
+    r: Request,
     terms: Sequence[Term],
-    softcap: float | None,
     peak: Tensor,  # (*b, Q) float64, as `reduce` gave it
     weight: Tensor,  # (*b, Q), accumulation dtype
     shared: bool,  # the entries of the last batch dimension add up
 ) -> Tensor | None:  # (*b, K)
     """sum_i weight_i exp(s_ij - peak_i) of every key; None where one is not finite."""
-    call, problem, acc = prepare(query, key, None, scale, bias, None, terms, softcap)
+    call, problem, acc = prepare(r.query, r.key, None, r.scale, r.bias, None, terms, r.softcap)
     rows = (*call.batch, call.n_query)
     for name, x, dtype in (("peak", peak, torch.float64), ("weight", weight, acc)):
         if x.dtype != dtype or tuple(x.shape) != rows or x.device.type != "cpu":

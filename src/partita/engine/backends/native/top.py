@@ -10,23 +10,16 @@ from torch import Tensor
 
 from partita.engine.backends.native import layout, library
 from partita.engine.backends.native.operands import CPU, Term, pointer, prepare
+from partita.engine.request import Request
 
 __all__ = ["LARGEST", "top"]
 
 LARGEST = 64  # of a row's best that are kept in order while its keys go by
 
 
-def top(
-    query: Tensor,  # (*b, Q, D)
-    key: Tensor,  # (*b, K, D)
-    scale: Tensor,  # (*b, Q or 1), accumulation dtype
-    bias: Tensor | None,  # (*b, Q or 1, K or 1)
-    terms: Sequence[Term],
-    softcap: float | None,
-    k: int,
-) -> tuple[Tensor, Tensor] | None:  # (*b, Q, k) each
+def top(r: Request, terms: Sequence[Term], k: int) -> tuple[Tensor, Tensor] | None:  # (*b, Q, k) each
     """Scores in falling order and their keys, -inf and -1 past the visible ones; None where a score is not finite."""
-    call, problem, acc = prepare(query, key, None, scale, bias, None, terms, softcap)
+    call, problem, acc = prepare(r.query, r.key, None, r.scale, r.bias, None, terms, r.softcap)
     shape = (*call.batch, call.n_query, k)
     score = torch.empty(shape, dtype=acc, device=CPU)
     index = torch.empty(shape, dtype=torch.int64, device=CPU)

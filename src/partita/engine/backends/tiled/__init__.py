@@ -176,7 +176,7 @@ def second_order(
                 given: dict[str, Tensor], rows: slice = rows, cols: slice = cols, mask: Tensor | None = mask
             ) -> dict[str, Tensor]:
                 xs = Operands(**{f.name: given.get(f.name) for f in fields(Operands)})  # type: ignore[arg-type]
-                gs = Upstream(**{f.name: given.get("g_" + f.name) for f in fields(Upstream)})  # type: ignore[arg-type]
+                gs = Upstream(**{f.name: given.get("g_" + f.name) for f in fields(Upstream)[:5]})  # type: ignore[arg-type]
                 part = _present(gradients(clean, xs, gs, level[..., rows], rows, cols, mask))
                 return {name: part[name] for name in above}
 
@@ -225,13 +225,16 @@ def backward_whole(request: Request, peak: Tensor, g: Upstream, needs: Sequence[
 # ---- the scores themselves ------------------------------------------------------------------------------------------
 
 
+Tiles = Iterator[tuple[slice, Tensor]]  # columns and their scores
+
+
 @torch.no_grad()
-def score_tiles(request: Request) -> Iterator[tuple[slice, Iterator[tuple[slice, Tensor]]]]:
+def score_tiles(request: Request) -> Iterator[tuple[slice, Tiles]]:
     """For each row tile its rows, and an iterator of (columns, scores) tiles; -inf is not visible."""
     clean, grid = Clean.of(request), Grid(request)
     for index, rows in enumerate(grid.rows):
 
-        def tiles(index: int = index, rows: slice = rows) -> Iterator[tuple[slice, Tensor]]:
+        def tiles(index: int = index, rows: slice = rows) -> Tiles:
             for cols, mask in grid.visit(index):
                 s, _, _ = scores(clean, clean.operands(rows, cols), rows, cols, mask)
                 yield cols, s.expand(*request.batch, *s.shape[-2:])

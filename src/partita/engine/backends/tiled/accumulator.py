@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from partita.engine.backends.tiled.tile import Operands, row_slice
+from partita.engine.pairs import parameter_names
 from partita.engine.request import Request
+from partita.engine.sums import OPERANDS
 from partita.engine.terms import cut
 
 __all__ = ["Accumulator", "view"]
 
 
 class Accumulator:
-    """Gradients of all operands, added up tile by tile in the accumulation dtype."""
+    """Gradients of all operands, added up tile by tile in the accumulation dtype; those of a score's own come last."""
 
     def __init__(self, request: Request, needs: Sequence[bool]):
-        given = Operands(request.query, request.key, request.value, request.scale, request.bias)
+        r = request
+        own = () if r.pairs is None else r.pairs.parameters
+        self._own = parameter_names(len(own))
+        named = zip((*OPERANDS, *self._own), (r.query, r.key, r.value, r.scale, r.bias, *own), strict=True)
         self.total: dict[str, Tensor] = {}
-        for field, needed in zip(fields(given), needs, strict=True):
-            tensor = getattr(given, field.name)
+        for (name, tensor), needed in zip(named, needs, strict=False):
             if needed and tensor is not None:
-                self.total[field.name] = torch.zeros_like(tensor, dtype=request.dtype)
+                self.total[name] = torch.zeros_like(tensor, dtype=r.dtype)
 
     def add(self, part: Operands, rows: slice, cols: slice) -> None:
+        pieces = dict(zip(self._own, part.parameters or (), strict=False))
         for name, total in self.total.items():
+            if name in pieces:
+                total += pieces[name]
+                continue
             piece = getattr(part, name)
             if piece is not None:
                 place = view(name, total, rows, cols)

@@ -42,6 +42,9 @@ def choose_tile(request: Request) -> tuple[int, int]:
     if forced is not None:
         return forced
     area = _AREA.get(request.query.device.type, _AREA["other"]) // max(1, math.prod(request.batch))
+    if request.pairs is not None:  # a function may hold a number of its own for each feature of a pair
+        many = request.pairs.per_pair or max(request.query.shape[-1], request.key.shape[-1])
+        area //= max(1, many)
     cols = min(_SIDE, max(64, 1 << max(0, int(math.log2(max(1, area)) / 2))))
     rows = min(4 * _SIDE, max(16, area // cols))
     return rows, cols

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from partita._checks import has_values
+from partita.engine.pairs import Pairs
 from partita.engine.request import Request
 from partita.engine.state import LOWEST, State, centre, divided
 from partita.engine.sums import Upstream
@@ -38,6 +39,7 @@ class Operands:
     value: Tensor | None  # (*b, k, V)
     scale: Tensor  # (*b, q or 1)
     bias: Tensor | None  # (*b, q or 1, k or 1)
+    parameters: tuple[Tensor, ...] | None = None  # of a score that is a function; gradients alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +77,17 @@ class Clean:
             return s
         dtype = self.request.dtype
         query, key = self.request.query[..., rows, :].to(dtype), self.request.key[..., cols, :].to(dtype)
-        given = _against(query * scale[..., None], key.mT).detach()
+        given = self.products(query, key, scale).detach()
         for bad in (bad_query, bad_key):
             s = s if bad is None else torch.where(bad, given, s)
         return s
+
+    def products(self, query: Tensor, key: Tensor, scale: Tensor) -> Tensor:
+        """scale * <query, key>, or what a function of the pairs gives in its place."""
+        pairs = self.request.pairs
+        if pairs is None:
+            return _against(query * scale[..., None], key.mT)
+        return pairs(query, key) * scale[..., None]
 
     def operands(self, rows: slice, cols: slice) -> Operands:
         request, dtype = self.request, self.request.dtype
@@ -126,7 +135,7 @@ def scores(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scores of a tile (-inf where not visible), its final mask, and the slope of the softcap."""
     cap = clean.request.softcap
-    s = clean.corrected(_against(x.query * x.scale[..., None], x.key.mT), x.scale.detach(), rows, cols)
+    s = clean.corrected(clean.products(x.query, x.key, x.scale), x.scale.detach(), rows, cols)
     slope: Tensor | None = None
     if cap is None:
         s = s if x.bias is None else s + x.bias
@@ -156,6 +165,7 @@ def sums(clean: Clean, x: Operands, s: Tensor, mask: Tensor | None, cols: slice)
     first = spread = torch.zeros_like(mass)
     if clean.request.statistics:
         first = torch.linalg.vecdot(weight, c)
+    if clean.request.level > 1:
         mean = divided(first, mass)
         c.sub_(mean[..., None]).square_()
         spread = torch.linalg.vecdot(weight, c)
@@ -210,6 +220,8 @@ def pulled_back(clean: Clean, x: Operands, ds: Tensor, slope: Tensor | None) -> 
         ds = ds * slope
     if x.bias is not None and clean.request.cap_bias:
         grad_bias = ds.sum_to_size(x.bias.shape)
+    if clean.request.pairs is not None:
+        return replace(_through(clean.request.pairs, x, ds), bias=grad_bias)
     toward = _against(ds, x.key)  # d / d (scale * query)
     return Operands(
         (toward * x.scale[..., None]).sum_to_size(x.query.shape),
@@ -218,3 +230,19 @@ def pulled_back(clean: Clean, x: Operands, ds: Tensor, slope: Tensor | None) -> 
         (toward * x.query).sum(-1).sum_to_size(x.scale.shape),
         grad_bias,
     )
+
+
+def _through(pairs: Pairs, x: Operands, ds: Tensor) -> Operands:
+    """The same through a function of the pairs, by torch's own derivative of it on this tile."""
+    with torch.enable_grad():
+        query, key, *own = (t.detach().requires_grad_() for t in (x.query, x.key, *pairs.parameters))
+        raw = pairs(query, key, own)
+        given = (ds * x.scale[..., None]).sum_to_size(raw.shape)
+        found: tuple[Tensor | None, ...] = (None,) * (2 + len(own))
+        if raw.requires_grad:
+            found = torch.autograd.grad(raw, (query, key, *own), given, allow_unused=True)
+    grad_query, grad_key, *of_own = (
+        torch.zeros_like(t) if g is None else g for g, t in zip(found, (query, key, *own), strict=True)
+    )
+    of_scale = (ds * raw.detach()).sum(-1).sum_to_size(x.scale.shape)
+    return Operands(grad_query, grad_key, None, of_scale, None, tuple(of_own))

@@ -15,7 +15,7 @@ from partita.engine.backends.one_term import one_term
 from partita.engine.backends.parts import backward_parts, forward_parts, parts
 from partita.engine.backends.triton import decode
 from partita.engine.backends.triton.launch import Launch, Operands, padded, target_of
-from partita.engine.backends.triton.tiles import Tile, tile
+from partita.engine.backends.triton.tiles import Tile, careful, tile
 from partita.engine.request import Request
 from partita.engine.sums import OPERANDS, Sums, Upstream
 from partita.engine.terms import Term
@@ -32,6 +32,13 @@ def _nothing(request: Request) -> bool:
 def _width(request: Request) -> int:
     """The larger of the padded dimensions of key and value: what the resources of a tile depend on."""
     return padded(max(request.query.shape[-1], 1 if request.value is None else request.value.shape[-1]))
+
+
+def _crowded(request: Request, term: Term | None) -> bool:
+    """Whether a tile of scores has more beside it than intervals."""
+    r = request
+    rare = term is not None and (term.query_segment is not None or term.mask is not None or term.hole)
+    return rare or r.bias is not None or r.target is not None or r.softcap is not None
 
 
 def _empty_as(request: Request, shape: tuple[int, ...]) -> Tensor:
@@ -58,10 +65,12 @@ def _folded(request: Request) -> Sums:
 
 def _forward(r: Request) -> Sums:
     rows, device = (*r.batch, r.n_query), r.query.device
-    level = 2 if r.statistics else 0
+    level = r.level
     aimed, ranked, width = r.target is not None, r.rank and r.target is not None, _width(r)
     few = r.n_query <= decode.FEW
-    shape = tile("decode" if few else "forward", width, r.query.dtype, level, target_of(device))
+    term = one_term(r)
+    kind = "decode" if few else "forward"
+    shape = tile(kind, width, r.query.dtype, level, target_of(device), _crowded(r, term))
     programs = -(-r.n_query // shape.rows) * math.prod(r.batch)
     split = 1 if ranked else decode.parts(programs, r.n_key, shape.keys, device)
 
@@ -79,7 +88,7 @@ def _forward(r: Request) -> Sums:
     }
     rank = empty(ranked, dtype=torch.int64)
     moment = None if r.value is None else _empty_as(r, (*rows, r.value.shape[-1]))
-    given = Operands.of(r, one_term(r), moment)
+    given = Operands.of(r, term, moment)
     lies = {} if moment is None else {"moment_row": moment.stride(-2), "moment_col": moment.stride(-1)}
     lies = lies or {"moment_row": 0, "moment_col": 0}
     to = {**found, "moment_out": moment, **lies}
@@ -100,19 +109,37 @@ def _forward(r: Request) -> Sums:
         "flags": None if moment is None else torch.empty(programs * split, dtype=torch.int32, device=device),
         "split_keys": -(-r.n_key // (split * shape.keys)) * shape.keys,
     }
-    asked = {"LEVEL": level, "TARGET": aimed, "BLOCK_M": shape.rows}
-    switches = given.switches() | asked | {"BLOCK_N": shape.keys, "RANK": ranked, "SPLIT": split > 1}
-    switches["MEAN"] = r.mean and split == 1
-    for careful in (False, True) if moment is not None else (False,):
-        Launch("forward.forward", programs * split, arguments, {**switches, "CAREFUL": careful}, shape).run(device)
+    asked = {"LEVEL": level, "TARGET": aimed}
+    switches = given.switches() | asked | {"RANK": ranked, "SPLIT": split > 1, "MEAN": r.mean and split == 1}
+    _twice("forward.forward", shape, r.n_query, given.n_batch * split, arguments, switches, device, moment is not None)
     if split > 1:
         partial = {name.replace("_out", "_in"): arguments[name] for name in (*raw, "moment_out")}
         sizes = {"n_batch": given.n_batch, "n_query": r.n_query, "parts": split, "offsets": given.table()}
-        constant = {name: switches[name] for name in ("V", "BLOCK_V", "VALUE", "ACC")} | asked | {"MEAN": r.mean}
+        constant = {name: switches[name] for name in ("V", "BLOCK_V", "VALUE", "ACC")} | asked
+        constant |= {"MEAN": r.mean, "BLOCK_M": shape.rows}
         merging = {**partial, **sizes, **found, "moment_out": moment, **lies}
         Launch("decode.merge", programs, merging, constant, shape).run(device)
     sums = Sums(**{name.removesuffix("_out"): x for name, x in found.items()}, rank=rank)
     return sums._replace(mean=moment) if r.mean else sums._replace(moment=moment)
+
+
+def _twice(
+    kernel: str,
+    shape: Tile,
+    owned: int,
+    entries: int,
+    arguments: dict[str, Any],
+    switches: dict[str, Any],
+    device: torch.device,
+    again: bool = True,
+) -> None:
+    """The usual pass, and `again` carefully where it left a flag; programs own rows, or keys, of each entry."""
+    by_keys = kernel.endswith(".keys")
+    for small in (False, True) if again else (False,):
+        run = careful(kernel.split(".")[1], shape, target_of(device)) if small else shape
+        own, flagged = (run.keys, shape.keys) if by_keys else (run.rows, shape.rows)
+        constant = {"BLOCK_M": run.rows, "BLOCK_N": run.keys, "CAREFUL": small, "FLAGGED": flagged}
+        Launch(kernel, -(-owned // own) * entries, arguments, switches | constant, run).run(device)
 
 
 def _boost(g: Upstream) -> Tensor:
@@ -124,8 +151,8 @@ def _boost(g: Upstream) -> Tensor:
 
 
 def _times(g: Upstream, factor: Tensor) -> Upstream:
-    rows = (None if x is None else x * factor for x in (g.moment, g.target))
-    return Upstream(g.mass * factor, g.first * factor, g.second * factor, *rows)
+    moment, target = (None if x is None else x * factor for x in (g.moment, g.target))
+    return Upstream(g.mass * factor, g.first * factor, g.second * factor, moment, target, g.level)
 
 
 def _row_bounds(term: Term, n_query: int, n_key: int, batch: tuple[int, ...], shape: Tile) -> Tensor:
@@ -168,7 +195,7 @@ def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> d
     device, batch, K = r.query.device, r.batch, r.n_key
     given = Operands.of(r, one_term(r))
     valued, aimed = g.moment is not None, g.target is not None and r.target is not None
-    switches = given.switches() | {"LEVEL": 2 if r.statistics else 0, "VALUE": valued, "TARGET": aimed}
+    switches = given.switches() | {"LEVEL": g.level, "VALUE": valued, "TARGET": aimed}
     boost = _boost(g) if r.query.dtype == torch.float16 else None
     g = g if boost is None else _times(g, boost)
     arguments = given.arguments() | {
@@ -176,12 +203,16 @@ def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> d
         "g_mass": g.mass.contiguous(),
         "g_first": g.first.contiguous(),
         "g_second": g.second.contiguous(),
-        "g_moment": None if g.moment is None else g.moment.contiguous(),
+        # a factor of products, as the others are: rounded once, and not for every tile that reads it
+        "g_moment": None if g.moment is None else g.moment.to(r.query.dtype).contiguous(),
         "g_target": None if not aimed or g.target is None else g.target.contiguous(),
     }
     target = target_of(device)
     dim = max(switches["BLOCK_D"], switches["BLOCK_V"] if valued else 0)
     made: dict[str, Tensor] = {}
+
+    def shaped(kind: str) -> Tile:
+        return tile(kind, dim, r.query.dtype, switches["LEVEL"], target, _crowded(r, given.term))
 
     def empty(name: str, *shape: int) -> Tensor | None:
         if name not in wanted:
@@ -189,27 +220,26 @@ def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> d
         made[name] = torch.empty(shape, dtype=r.dtype, device=device)
         return made[name]
 
-    def launch(kind: str, programs: int, shape: Tile, outputs: dict[str, Tensor | int | None]) -> None:
+    def launch(kind: str, owned: int, entries: int, shape: Tile, outputs: dict[str, Tensor | int | None]) -> None:
+        programs = -(-owned // (shape.keys if kind == "keys" else shape.rows)) * entries
         flags = torch.empty(programs, dtype=torch.int32, device=device)
         outs = {name.upper(): x is not None for name, x in outputs.items() if name.endswith("_out")}
-        constant = {**switches, **outs, "BLOCK_M": shape.rows, "BLOCK_N": shape.keys}
-        for careful in (False, True):
-            all_of_it = {**arguments, **outputs, "flags": flags}
-            Launch(f"backward.{kind}", programs, all_of_it, {**constant, "CAREFUL": careful}, shape).run(device)
+        all_of_it = {**arguments, **outputs, "flags": flags}
+        _twice(f"backward.{kind}", shape, owned, entries, all_of_it, switches | outs, device)
 
     bias = r.bias
     by_row = bias is not None and bias.shape[-1] == 1
     by_key = bias is not None and bias.shape[-2] == 1 and not by_row
     if wanted & {"query", "scale"} or (by_row and "bias" in wanted):
-        shape = tile("backward_rows", dim, r.query.dtype, switches["LEVEL"], target)
+        shape = shaped("backward_rows")
         outputs: dict[str, Tensor | int | None] = {
             "query_out": empty("query", *batch, r.n_query, r.query.shape[-1]),
             "scale_out": empty("scale", *batch, r.n_query),
             "bias_out": empty("bias", *batch, r.n_query, 1) if by_row else None,
         }
-        launch("rows", -(-r.n_query // shape.rows) * given.n_batch, shape, outputs)
+        launch("rows", r.n_query, given.n_batch, shape, outputs)
     if wanted & {"key", "value"} or (by_key and "bias" in wanted):
-        shape = tile("backward_keys", dim, r.query.dtype, switches["LEVEL"], target)
+        shape = shaped("backward_keys")
         shared = broadcast(
             r.key.shape[:-2],
             r.value.shape[:-2] if r.value is not None and valued else (),
@@ -225,9 +255,9 @@ def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> d
             "n_members": members.shape[1],
             "bounds": _row_bounds(given.term, r.n_query, K, batch, shape) if bounded and given.term else None,
         }
-        launch("keys", -(-K // shape.keys) * members.shape[0], shape, outputs)
+        launch("keys", K, members.shape[0], shape, outputs)
     if bias is not None and "bias" in wanted and not by_row and not by_key:
-        shape = tile("backward_pairs", dim, r.query.dtype, switches["LEVEL"], target)
+        shape = shaped("backward_pairs")
         members = given.members(tuple(bias.shape[:-2]))
         out = empty("bias", *bias.shape[:-2], r.n_query, K)
         programs = -(-r.n_query // shape.rows) * -(-K // shape.keys) * members.shape[0]

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["INTERPRETER", "Key", "Tile", "candidates", "keep", "tabled", "tile", "tuning"]
+__all__ = ["INTERPRETER", "Key", "Tile", "candidates", "careful", "keep", "tabled", "tile", "tuning"]
 
 INTERPRETER = "interpreter"  # the target where kernels run in Python, on the CPU
 
@@ -45,35 +45,40 @@ class Key(NamedTuple):
     dtype: torch.dtype
     level: int  # 0 output, 1 entropy, 2 variance
     target: str  # sm_80, sm_90, sm_100, gfx942, ... or interpreter
+    crowded: bool = False  # more than intervals to look at for every score: segments, a mask, a bias, a target
 
 
-# (kind, bits, target): tiles up to 64, 128 and 256 features, at every level but those of _AT_LEVEL.
+# (kind, bits, target): tiles up to 64, 128 and 256 features, at every level.
 _TABLE = {
     ("forward", 16, "sm_80"): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
-    ("forward", 16, "sm_90"): (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)),
-    ("forward", 16, "sm_100"): (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
+    ("forward", 16, "sm_90"): (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    ("forward", 16, "sm_100"): (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
     ("forward", 16, "gfx942"): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
-    ("forward", 32, "sm_80"): (Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
-    ("forward", 32, "sm_100"): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 8, 1)),
+    ("forward", 32, "sm_80"): (Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 1)),
     ("forward", 32, "gfx942"): (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ("backward_rows", 16, "sm_80"): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 32, 4, 1)),
+    ("backward_rows", 16, "sm_80"): (Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(32, 32, 4, 1)),
     ("backward_rows", 16, "sm_90"): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 32, 4, 1)),
     ("backward_rows", 16, "gfx942"): (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ("backward_keys", 16, "sm_80"): (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
+    ("backward_keys", 16, "sm_80"): (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "sm_90"): (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
-    ("backward_keys", 16, "sm_100"): (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "gfx942"): (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ("backward_rows", 32, "sm_80"): (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ("backward_rows", 32, "sm_80"): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("backward_rows", 32, "gfx942"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ("backward_keys", 32, "sm_80"): (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ("backward_keys", 32, "sm_80"): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("backward_keys", 32, "gfx942"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ("backward_pairs", 16, "sm_80"): (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ("backward_pairs", 32, "sm_80"): (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ("backward_pairs", 16, "sm_80"): (Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(32, 32, 4, 1)),
+    ("backward_pairs", 32, "sm_80"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
     ("decode", 16, "sm_80"): (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
     ("decode", 32, "sm_80"): (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 32, 4, 1)),
 }
-# The compiler does not spill 128 x 128 with the variance, and spills it with the entropy alone.
-_AT_LEVEL = {Key("forward", 128, torch.bfloat16, 1, "sm_90"): Tile(128, 64, 8, 2)}
+# The same for crowded requests, where those tiles would spill.
+_CROWDED = {
+    ("forward", 16, "sm_80"): (Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(64, 32, 8, 2)),
+    ("forward", 16, "sm_90"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+    ("forward", 16, "sm_100"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+    ("backward_rows", 16, "sm_90"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(32, 32, 4, 1)),
+    ("backward_keys", 16, "sm_90"): (Tile(32, 64, 4, 1), Tile(16, 64, 4, 1), Tile(32, 32, 4, 1)),
+}
 # Where a device has no row of its own: the most alike, smaller one.
 _ALIKE = {"sm_100": "sm_90", "sm_90": "sm_80", "gfx942": "sm_80"}
 _BESIDE = (
@@ -85,13 +90,13 @@ _tuned: dict[Key, Tile] = {}
 _asked: list[dict[Key, Tile]] = []
 
 
-def tile(kind: str, dim: int, dtype: torch.dtype, level: int, target: str) -> Tile:
+def tile(kind: str, dim: int, dtype: torch.dtype, level: int, target: str, crowded: bool = False) -> Tile:
     """The tile of a kernel: what the device was found to like, or the table's.
 
     >>> tile("forward", 64, torch.bfloat16, 0, "sm_80")
     Tile(rows=128, keys=64, warps=8, stages=3)
     """
-    key = Key(kind, dim, dtype, level, target)
+    key = Key(kind, dim, dtype, level, target, crowded)
     found = _tuned.get(key) or tabled(key)
     for wanted in _asked:
         wanted[key] = found
@@ -103,12 +108,20 @@ def tabled(key: Key) -> Tile:
     if key.target == INTERPRETER:
         return Tile(16 if key.kind == "decode" else 32, 32, 1, 1)  # small: its problems are
     bits, target = 8 * key.dtype.itemsize, _family(key.target)
-    special = _AT_LEVEL.get(key._replace(dtype=torch.bfloat16, target=target)) if bits == 16 else None
-    if special is not None:
-        return special
+    place = 0 if key.dim <= 64 else 1 if key.dim <= 128 else 2
+    if key.crowded and (key.kind, bits, target) in _CROWDED:
+        return _CROWDED[key.kind, bits, target][place]
     while (key.kind, bits, target) not in _TABLE:
         target = _ALIKE[target]
-    return _TABLE[key.kind, bits, target][0 if key.dim <= 64 else 1 if key.dim <= 128 else 2]
+    return _TABLE[key.kind, bits, target][place]
+
+
+def careful(kind: str, found: Tile, target: str) -> Tile:
+    """For the pass that runs only where something is not finite, and holds more: small, and never larger than usual."""
+    if target == INTERPRETER:
+        return found
+    keys = min(found.keys, 16 if kind == "forward" else 32)
+    return Tile(min(found.rows, 32), keys, 4 if target.startswith("gfx") or found.rows < 32 else 8, 2)
 
 
 def _family(target: str) -> str:

@@ -22,7 +22,7 @@ function atlasView(run, other) {
   let cells = new Map();
   function describe(layer, head) {
     const v = read(layer, head), marks = codes(layer, head);
-    return `${place(layer, head)} at ${stepName(run, SEEN.step)}: ${METRICS[SEEN.metric].label} ${SEEN.diff ? "differs by " : ""}${fmt(v)}${marks.length ? " · " + marks.join(", ") : ""} · ${tail(run.sites[layer].name, 60)}`;
+    return `${place(layer, head)} at ${stepName(run, SEEN.step)}: ${METRICS[SEEN.metric].label} ${SEEN.diff ? "differs by " : ""}${fmt(v)}${marks.length ? " · " + marks.join(", ") : ""} · ${run.sites[layer].cross ? "cross-attention " : ""}${tail(run.sites[layer].name, 60)}`;
   }
   function colourer() {
     if (SEEN.diff && other) {
@@ -36,7 +36,7 @@ function atlasView(run, other) {
     metric.value = SEEN.metric; scrub.value = SEEN.step; when.textContent = stepName(run, SEEN.step);
     const scale = colourer();
     legend.replaceChildren(colourScale(scale.lo, scale.hi, scale.colour, scale.signed));
-    note.textContent = METRICS[SEEN.metric].note + ". A corner mark: the head needs a look.";
+    note.textContent = METRICS[SEEN.metric].note + ". A corner mark: the head needs a look." + (run.sites.some((s) => s.cross) ? " ×: cross-attention." : "");
     const room = holder.clientWidth || 900, left = 56, right = 64;
     const cell = Math.max(14, Math.min(30, Math.floor((room - left - right) / most))), W = left + most * cell + right, top = 16, H = top + layers * cell + 18;
     const svg = sv("svg", { class: "cells", viewBox: `0 0 ${W} ${H}`, width: W, height: H, role: "grid", "aria-label": "head atlas" });
@@ -46,7 +46,7 @@ function atlasView(run, other) {
     cells = new Map();
     for (let l = 0; l < layers; l++) {
       const y = top + l * cell, heads = run.sites[l].heads;
-      svg.append(sv("text", { class: "tick", x: left - 8, y: y + cell / 2 + 4, "text-anchor": "end" }, l));
+      svg.append(sv("text", { class: "tick", x: left - 8, y: y + cell / 2 + 4, "text-anchor": "end" }, run.sites[l].cross ? `× ${l}` : l));
       for (let h = 0; h < heads; h++) {
         const v = read(l, h), x = left + h * cell;
         const rect = sv("rect", { class: "cell", id: `cell-${l}-${h}`, x: x + 1, y: y + 1, width: cell - 2, height: cell - 2, rx: 2, fill: ok(v) ? scale.colour(v) : "none", stroke: ok(v) ? "none" : "var(--hair)", tabindex: l === SEEN.layer && h === SEEN.head ? 0 : -1, role: "gridcell", "aria-label": describe(l, h), "data-value": ok(v) ? v : "" });
@@ -76,7 +76,7 @@ function atlasView(run, other) {
   scrub.addEventListener("input", () => { SEEN.step = Number(scrub.value); state.step = run.steps[SEEN.step]; draw(); for (const f of stepFollowers) f(); writeHash(); });
   const fig = figure({ id: "atlas-figure", title: "Which heads need a look?", subtitle: `${run.index.length} head${run.index.length === 1 ? "" : "s"} in ${layers} layer${layers === 1 ? "" : "s"}, ${run.steps.length} recorded ${run.unit}${run.steps.length === 1 ? "" : "s"}`,
     help: ["Each square is one head; arrow keys move, the figures below follow. The number at the right is the mean of the layer.", `Worrying: dark squares under H / log n (one key), the brightest ones (no selection), largest scores above ${run.thresholds.logit_warning}.`] });
-  fig.table = () => [["layer", "head", "name", "step", SEEN.metric], ...run.index.map(([l, h]) => [l, h, run.sites[l].name, run.steps[SEEN.step], read(l, h)])];
+  fig.table = () => [["layer", "head", "name", "cross", "step", SEEN.metric], ...run.index.map(([l, h]) => [l, h, run.sites[l].name, run.sites[l].cross ? 1 : 0, run.steps[SEEN.step], read(l, h)])];
   fig.body.append(el("div", { class: "atlas" }, el("div", { class: "row" }, el("label", {}, "colour", metric), legend, el("div", { class: "scrub" }, el("label", { for: "step" }, run.frozen ? "input" : "time"), scrub, when), diff), holder, picked, note));
   fig.read.remove();
   followers.push(draw); redraws.push(draw);

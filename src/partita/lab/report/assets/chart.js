@@ -104,7 +104,7 @@ function xy(f, spec) {
   });
   labels.sort((a, b) => a.y - b.y).forEach((l, i) => { l.y = Math.max(l.y, i ? labels[i - 1].y + 14 : 12); });
   const over = labels.length ? labels[labels.length - 1].y - (H - M.b) : 0;
-  labels.forEach((l) => { if (over > 0) l.y -= over; svg.append(sv("text", narrow ? { class: "halo", x: W - M.r - 2, y: l.y - 6, "text-anchor": "end", style: null, fill: l.colour } : { class: "halo", x: W - M.r + 6, y: l.y + 4, fill: l.colour }, l.text)); svg.lastChild.style.fill = l.colour; });
+  labels.forEach((l) => { if (over > 0) l.y -= over; const early = l.x < W - M.r - 40; /* a line that ends inside has its name where it ends */ svg.append(sv("text", early ? { class: "halo", x: l.x + 6, y: l.y + 4, fill: l.colour } : narrow ? { class: "halo", x: W - M.r - 2, y: l.y - 6, "text-anchor": "end", style: null, fill: l.colour } : { class: "halo", x: W - M.r + 6, y: l.y + 4, fill: l.colour }, l.text)); svg.lastChild.style.fill = l.colour; });
   const cursor = sv("g", { class: "cursor" });
   svg.append(cursor);
   const describe = spec.describe || ((p) => `${p.s.name}: ${spec.x.label} ${fmt(p.x)}, ${spec.y.label} ${fmt(p.y)}${p.s.lo ? `, 5 to 95 %: ${fmt(p.s.lo[p.i])} to ${fmt(p.s.hi[p.i])}` : ""}`);

@@ -21,6 +21,7 @@ function headViews(run) {
   const time = figure({ id: "head-time", title: run.frozen ? "Does this head depend on the input?" : "How did this head get here?", subtitle: "", help: ["H / log n with n the keys a row may see, so that rows of different length compare.", "Line: mean over rows; band: 5 to 95 % of the rows; grey: the other heads of the layer.", run.frozen ? "Worrying: a line stuck at 1 or at 0." : "Worrying: a sudden fall, often ahead of a spike of the loss; a line stuck at 1 or at 0."] });
   const width = figure({ id: "head-width", title: "Does attention widen with length?", subtitle: "", help: ["width = exp(H), against the number of keys a row may see.", "Dashed: every key alike (width = n). A flat line keeps its focus at any length.", "Worrying: a line parallel to the dashed one: what was picked out at short length fades at long length."] });
   const keys = figure({ id: "head-keys", title: "Which keys get the mass?", subtitle: "", help: ["Mean over rows of p(j|i), for the five strongest key positions.", "Measured on evenly spaced rows.", `A single key above ${run.thresholds.sink} is a sink: common, rarely a fault.`] });
+  const received = figure({ id: "head-received", title: "Which positions draw the mass?", subtitle: "", help: ["Share of all rows' mass that each bin of key positions received: sum over rows of p(j|i), over the number of rows.", "Dashed: what it would be if every row saw its keys alike; under a causal mask early keys receive more by themselves.", "A peak far above the dashed line is a sink. One that moves during training is a head that changes its mind."] });
   const map = figure({ id: "head-map", title: "What does it look at?", subtitle: "", help: ["p(j|i), pooled to at most 128 x 128 while streaming; rows are queries, columns keys.", "Colour is relative to the uniform weight of the row, so lengths compare.", "Pick heads with watch(model, maps=[(layer, head)])."] });
   const code = el("pre", { id: "snippet" });
   function draw() {
@@ -53,6 +54,17 @@ function headViews(run) {
     else xy(keys, { height: 190, x: { label: "rank of the key", whole: true, domain: [0.5, strongest.length + 0.5] }, y: { label: "mass", domain: [0, Math.max(0.3, ...strongest.map((k) => k[1])) * 1.15] }, describe: (p) => `key ${strongest[p.i][0]}: ${fmt(p.y)} of the mass`,
       series: [...strongest.map((k, i) => ({ name: "", kind: "line", mute: true, width: 14, colour: lineColour(0), x: [i + 1, i + 1], y: [0, k[1]] })), { name: "keys", kind: "dots", r: 4, colour: lineColour(0), x: strongest.map((_, i) => i + 1), y: strongest.map((k) => k[1]) }, { name: "sink", kind: "rule", at: { y: run.thresholds.sink }, label: "sink threshold", end: true, colour: "var(--soft)" }] });
     if (strongest && keys.svg) strongest.forEach((k, i) => keys.svg.append(sv("text", { class: "tick halo", x: keys.X(i + 1), y: keys.Y(k[1]) - 9, "text-anchor": "middle" }, `key ${k[0]}`)));
+    const profiles = (run.received[layer] || []).filter((p) => p.bins[head]), last = profiles[profiles.length - 1], began = profiles.length > 1 && !run.frozen ? profiles[0] : null;
+    received.sub.textContent = last ? `share of the mass of ${fmt(last.rows[head], 4)} rows, ${last.n_key} keys${last.n_key > last.alike.length ? ` in bins of ${Math.ceil(last.n_key / last.alike.length)}` : ""}, ${stepAt(run, last.step)}` : "";
+    if (!last) received.empty(run.options.received ? "Nothing finite was received from this head's rows." : "Not recorded: it takes two more passes now and then, so it is asked for. partita.watch(model, received=True)");
+    else {
+      const from = (p) => { const wide = Math.ceil(p.n_key / p.alike.length); return p.alike.map((_, i) => i * wide); };
+      xy(received, { height: 190, x: { label: "key position", whole: true }, y: { label: "share of the mass", include: [0] }, describe: (p) => `${p.s.name}, keys from ${fmt(p.x)}: ${fmt(p.y)} of the mass`, series: [
+        { name: "every key alike", kind: "line", dash: true, label: "alike", colour: "var(--soft)", x: from(last), y: last.alike },
+        { name: began ? `start, ${stepAt(run, began.step)}` : "", kind: "line", label: began ? "start" : "", colour: lineColour(4), x: began ? from(began) : [], y: began ? began.bins[head] : [] },
+        { name: place(layer, head), kind: "line", label: "now", colour: lineColour(0), x: from(last), y: last.bins[head] }] });
+      received.body.append(el("p", { class: "small soft" }, "most: " + last.top[head].map(([k, v]) => `key ${k} ${fmt(100 * v, 2)} %`).join(", ")));
+    }
     const kept = run.maps[`${layer},${head}`], pooled = kept && !kept.damaged ? kept : null;
     map.sub.textContent = pooled ? `${pooled.rows} x ${pooled.columns} cells over ${pooled.n_query} queries and ${pooled.n_key} keys, ${stepAt(run, pooled.step)}` : "";
     if (kept && kept.damaged) map.empty("The map of this head is damaged in the record; everything else was read.");
@@ -65,5 +77,5 @@ function headViews(run) {
     code.textContent = `partita.watch(model, layers=[${layer}], maps=[(${layer}, ${head})])   # ${tail(site.name, 70)}`;
   }
   followers.push(draw); redraws.push(draw);
-  return { nodes: [heading, words, el("div", { class: "grid2" }, time.node, width.node, keys.node, map.node), code], draw };
+  return { nodes: [heading, words, el("div", { class: "grid2" }, time.node, width.node, keys.node, received.node, map.node), code], draw };
 }

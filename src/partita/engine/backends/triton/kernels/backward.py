@@ -1,85 +1,19 @@
-"""Gradients of a pass: scores are computed again, and one line serves every reader.
-
-    ds = e (g_mass + g_first (1 + c) + g_second (2 c + c^2) + <g_moment, value>) + g_target [j = target]
+"""Gradients of a pass: scores are computed again, and every number has one owner.
 
     rows   a program owns a tile of rows and goes over the keys: query, scale, bias by row
     keys   a program owns a tile of keys and goes over the rows of all entries that share it: key, value, bias by key
     pairs  a program owns a tile of both and goes over the entries that share a dense bias
 
-Every number has one owner, who adds in a fixed order: the same call gives the same bits. `members` lists the batch
-entries that share a key, or a bias. Legend and switches as in `forward`; LEVEL 0 has no g_first and g_second.
+The owner adds in a fixed order: the same call gives the same bits. `members` lists the batch entries that share a key,
+or a bias. Legend and switches as in `forward`; what flows back to a score is in `flow`.
 CAREFUL cleans the factor that a gradient of 0 meets: nan and inf in a row or key must not reach what does not see it.
 """
 
 import triton
 import triton.language as tl
 
-from partita.engine.backends.triton.kernels.common import (
-    LN2,
-    LOG2E,
-    LOWEST,
-    key_side,
-    row_side,
-    scores,
-    visibility,
-)
-
-
-@triton.jit
-def upstream(
-    peak, g_mass, g_first, g_second, g_moment, g_target, entry, rows, n_query,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, LEVEL: tl.constexpr, VALUE: tl.constexpr, TARGET: tl.constexpr,
-    LOW: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Per row of a tile: its peak in base 2, the coefficients of 1, c2 and c2^2, g_target, and g_moment (M, V)."""
-    there = rows < n_query
-    at = entry.to(tl.int64) * n_query + rows
-    high = tl.load(peak + at, mask=there, other=0.0)
-    level = tl.where(high == float("-inf"), 0.0, high * LOG2E).to(ACC)
-    a = tl.load(g_mass + at, mask=there, other=0.0)
-    b = a
-    c = a
-    if LEVEL >= 1:
-        by_first = tl.load(g_first + at, mask=there, other=0.0)
-        by_second = tl.load(g_second + at, mask=there, other=0.0)
-        a += by_first
-        b = (by_first + 2 * by_second) * LN2
-        c = by_second * (LN2 * LN2)
-    aimed = a
-    if TARGET:
-        aimed = tl.load(g_target + at, mask=there, other=0.0)
-    dv = tl.arange(0, BLOCK_V)
-    toward = tl.zeros((1, 1), DOT)
-    if VALUE:
-        whole = there[:, None] & (dv < V)[None, :]
-        toward = tl.load(g_moment + at[:, None] * V + dv[None, :], mask=whole, other=0.0).to(LOW).to(DOT)
-    return level, a, b, c, aimed, toward
-
-
-@triton.jit
-def flow(
-    s2, seen, slope, along, cols, level, a, b, c, aim, aimed,
-    LEVEL: tl.constexpr, VALUE: tl.constexpr, TARGET: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
-):  # fmt: skip
-    """e, ds as the bias gets it, and ds as the product of query and key gets it; `along` is <g_moment, value>."""
-    x = s2 - level
-    x = tl.where(x < LOWEST, LOWEST, x)
-    e = tl.exp2(x)
-    pull = a
-    if LEVEL >= 1:
-        pull += x * (b + x * c)
-    if VALUE:
-        pull += along
-    ds = e * pull
-    if TARGET:
-        ds += tl.where(aim == cols, aimed, 0.0)
-    ds = tl.where(seen, ds, 0.0)
-    inner = ds
-    if SOFTCAP > 0.0:
-        inner = tl.where(seen, ds * slope, 0.0)
-        if CAP_BIAS:
-            ds = inner
-    return tl.where(seen, e, 0.0), ds, inner
+from partita.engine.backends.triton.kernels.common import features, key_side, row_side, scores, visibility
+from partita.engine.backends.triton.kernels.flow import flow, upstream
 
 
 @triton.jit
@@ -95,17 +29,17 @@ def rows(
     QUERY_OUT: tl.constexpr, SCALE_OUT: tl.constexpr, BIAS_OUT: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
     START: tl.constexpr, STOP: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr,
-    CAREFUL: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
+    CAREFUL: tl.constexpr, FLAGGED: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     LOW: tl.constexpr = query.dtype.element_ty
-    SKIPS: tl.constexpr = SEGMENT | MASK
+    SKIPS: tl.constexpr = (SEGMENT | MASK) & (DOT != tl.float32)  # noqa: SIM300  (as in `forward`)
     program = tl.program_id(0)
-    if CAREFUL:  # noqa: SIM102
-        if tl.load(flags + program) == 0:
-            return
     blocks = tl.cdiv(n_query, BLOCK_M)
     entry = program // blocks
+    if CAREFUL:  # noqa: SIM102
+        if tl.load(flags + entry * tl.cdiv(n_query, FLAGGED) + program % blocks * BLOCK_M // FLAGGED) == 0:
+            return
     own = ((program % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)).to(INDEX)
     d = tl.arange(0, BLOCK_D).to(INDEX)
     dv = tl.arange(0, BLOCK_V).to(INDEX)
@@ -119,7 +53,7 @@ def rows(
     )
     level, a, b, c, aimed, toward = upstream(
         peak, g_mass, g_first, g_second, g_moment, g_target, entry, own, n_query,
-        V, BLOCK_V, LEVEL, VALUE, TARGET, LOW, DOT, ACC,
+        V, BLOCK_V, LEVEL, VALUE, TARGET, DOT, ACC,
     )  # fmt: skip
     lo = 0
     hi = n_key
@@ -140,52 +74,21 @@ def rows(
         if SKIPS:
             todo = tl.max(seen.to(tl.int32)) > 0
         if todo:
-            inside = (cols < n_key)[None, :]
-            k = tl.load(
-                key_at + cols[None, :] * key_row + d[:, None] * key_col, mask=inside & (d < D)[:, None], other=0.0
-            ).to(DOT)
-            product = tl.dot(q, k, input_precision=PRECISION, out_dtype=ACC)
-            s2, seen, slope = scores(
-                product,
-                seen,
-                sharp[:, None],
-                own[:, None],
-                cols[None, :],
-                bias_at,
-                bias_row,
-                bias_col,
-                n_query,
-                n_key,
-                BIAS,
-                SOFTCAP,
-                CAP_BIAS,
-            )
-            along = product
+            k = features(key_at, d[:, None], cols[None, :], key_col, key_row, D, n_key, DOT)
+            v = k
+            if VALUE:  # before the first product: a barrier between the two would keep one's factors in registers
+                v = features(value_at, dv[:, None], cols[None, :], value_col, value_row, V, n_key, DOT)
+            s2, slope = scores(
+                q, k, seen, sharp[:, None], own[:, None], cols[None, :], bias_at, bias_row, bias_col,
+                n_query, n_key, BIAS, SOFTCAP, CAP_BIAS, ACC, PRECISION,
+            )  # fmt: skip
+            along = s2
             if VALUE:
-                v = tl.load(
-                    value_at + cols[None, :] * value_row + dv[:, None] * value_col,
-                    mask=inside & (dv < V)[:, None],
-                    other=0.0,
-                ).to(DOT)
                 along = tl.dot(toward, v, input_precision=PRECISION, out_dtype=ACC)
             _, ds, inner = flow(
-                s2,
-                seen,
-                slope,
-                along,
-                cols[None, :],
-                level[:, None],
-                a[:, None],
-                b[:, None],
-                c[:, None],
-                aim[:, None],
-                aimed[:, None],
-                LEVEL,
-                VALUE,
-                TARGET,
-                SOFTCAP,
-                CAP_BIAS,
-            )
+                s2, slope, along, cols[None, :], level[:, None], a[:, None], b[:, None], c[:, None],
+                aim[:, None], aimed[:, None], LEVEL, VALUE, TARGET, SOFTCAP, CAP_BIAS,
+            )  # fmt: skip
             if BIAS_OUT:
                 total += tl.sum(ds, 1)
             if QUERY_OUT | SCALE_OUT:
@@ -218,18 +121,20 @@ def keys(
     KEY_OUT: tl.constexpr, VALUE_OUT: tl.constexpr, BIAS_OUT: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
     START: tl.constexpr, STOP: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr,
-    CAREFUL: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
+    CAREFUL: tl.constexpr, FLAGGED: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     LOW: tl.constexpr = query.dtype.element_ty
-    SKIPS: tl.constexpr = SEGMENT | MASK
+    SKIPS: tl.constexpr = (SEGMENT | MASK) & (DOT != tl.float32)  # noqa: SIM300  (as in `forward`)
     program = tl.program_id(0)
-    if CAREFUL:  # noqa: SIM102
-        if tl.load(flags + program) == 0:
-            return
     blocks = tl.cdiv(n_key, BLOCK_N)
     group = program // blocks
     block = program % blocks
+    spans = tl.cdiv(n_key, FLAGGED)
+    span = block * BLOCK_N // FLAGGED  # the tile of the usual pass
+    if CAREFUL:  # noqa: SIM102
+        if tl.load(flags + group * spans + span) == 0:
+            return
     cols = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(INDEX)
     inside = cols < n_key
     d = tl.arange(0, BLOCK_D).to(INDEX)
@@ -242,20 +147,14 @@ def keys(
         key_at, value_at, bias_at, key_segment_at, mask_at = key_side(
             key, value, bias, key_segment, mask, offsets, entry, n_batch, VALUE, BIAS, SEGMENT, MASK, ALIGN
         )
-        k = tl.load(
-            key_at + cols[:, None] * key_row + d[None, :] * key_col, mask=inside[:, None] & (d < D)[None, :], other=0.0
-        ).to(DOT)
+        k = features(key_at, cols[:, None], d[None, :], key_row, key_col, n_key, D, DOT)
         v = k
         if VALUE:
-            v = tl.load(
-                value_at + cols[:, None] * value_row + dv[None, :] * value_col,
-                mask=inside[:, None] & (dv < V)[None, :],
-                other=0.0,
-            ).to(DOT)
+            v = features(value_at, cols[:, None], dv[None, :], value_row, value_col, n_key, V, DOT)
         lo = 0
         hi = n_query
         if START | STOP:  # the rows that may see this tile
-            here = bounds + (entry.to(tl.int64) * blocks + block) * 2
+            here = bounds + (entry.to(tl.int64) * spans + span) * 2
             lo = tl.load(here)
             hi = tl.load(here + 1)
         for m in tl.range(lo, hi, BLOCK_M):
@@ -276,34 +175,19 @@ def keys(
             if todo:
                 level, a, b, c, aimed, toward = upstream(
                     peak, g_mass, g_first, g_second, g_moment, g_target, entry, own, n_query,
-                    V, BLOCK_V, LEVEL, VALUE, TARGET, LOW, DOT, ACC,
+                    V, BLOCK_V, LEVEL, VALUE, TARGET, DOT, ACC,
                 )  # fmt: skip
-                product = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC)
-                s2, seen, slope = scores(
-                    product, seen, sharp[None, :], own[None, :], cols[:, None],
-                    bias_at, bias_row, bias_col, n_query, n_key, BIAS, SOFTCAP, CAP_BIAS,
+                s2, slope = scores(
+                    k, tl.trans(q), seen, sharp[None, :], own[None, :], cols[:, None], bias_at, bias_row, bias_col,
+                    n_query, n_key, BIAS, SOFTCAP, CAP_BIAS, ACC, PRECISION,
                 )  # fmt: skip
-                along = product
+                along = s2
                 if VALUE:
                     along = tl.dot(v, tl.trans(toward), input_precision=PRECISION, out_dtype=ACC)
                 e, ds, inner = flow(
-                    s2,
-                    seen,
-                    slope,
-                    along,
-                    cols[:, None],
-                    level[None, :],
-                    a[None, :],
-                    b[None, :],
-                    c[None, :],
-                    aim[None, :],
-                    aimed[None, :],
-                    LEVEL,
-                    VALUE,
-                    TARGET,
-                    SOFTCAP,
-                    CAP_BIAS,
-                )
+                    s2, slope, along, cols[:, None], level[None, :], a[None, :], b[None, :], c[None, :],
+                    aim[None, :], aimed[None, :], LEVEL, VALUE, TARGET, SOFTCAP, CAP_BIAS,
+                )  # fmt: skip
                 if BIAS_OUT:
                     bias_acc += tl.sum(ds, 1)
                 if VALUE_OUT:
@@ -341,8 +225,7 @@ def pairs(
     ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    LOW: tl.constexpr = query.dtype.element_ty
-    SKIPS: tl.constexpr = START | STOP | SEGMENT | MASK
+    SKIPS: tl.constexpr = (START | STOP | SEGMENT | MASK) & (DOT != tl.float32)  # noqa: SIM300
     program = tl.program_id(0)
     across = tl.cdiv(n_key, BLOCK_N)
     down = tl.cdiv(n_query, BLOCK_M)
@@ -374,55 +257,23 @@ def pairs(
         if todo:
             level, a, b, c, aimed, toward = upstream(
                 peak, g_mass, g_first, g_second, g_moment, g_target, entry, own, n_query,
-                V, BLOCK_V, LEVEL, VALUE, TARGET, LOW, DOT, ACC,
+                V, BLOCK_V, LEVEL, VALUE, TARGET, DOT, ACC,
             )  # fmt: skip
-            k = tl.load(
-                key_at + cols[None, :] * key_row + d[:, None] * key_col,
-                mask=inside[None, :] & (d < D)[:, None],
-                other=0.0,
-            ).to(DOT)
-            product = tl.dot(q, k, input_precision=PRECISION, out_dtype=ACC)
-            s2, seen, slope = scores(
-                product,
-                seen,
-                sharp[:, None],
-                own[:, None],
-                cols[None, :],
-                bias_at,
-                bias_row,
-                bias_col,
-                n_query,
-                n_key,
-                BIAS,
-                SOFTCAP,
-                CAP_BIAS,
-            )
-            along = product
+            k = features(key_at, d[:, None], cols[None, :], key_col, key_row, D, n_key, DOT)
+            v = k
+            if VALUE:  # before the first product: a barrier between the two would keep one's factors in registers
+                v = features(value_at, dv[:, None], cols[None, :], value_col, value_row, V, n_key, DOT)
+            s2, slope = scores(
+                q, k, seen, sharp[:, None], own[:, None], cols[None, :], bias_at, bias_row, bias_col,
+                n_query, n_key, BIAS, SOFTCAP, CAP_BIAS, ACC, PRECISION,
+            )  # fmt: skip
+            along = s2
             if VALUE:
-                v = tl.load(
-                    value_at + cols[None, :] * value_row + dv[:, None] * value_col,
-                    mask=inside[None, :] & (dv < V)[:, None],
-                    other=0.0,
-                ).to(DOT)
                 along = tl.dot(toward, v, input_precision=PRECISION, out_dtype=ACC)
             _, ds, _ = flow(
-                s2,
-                seen,
-                slope,
-                along,
-                cols[None, :],
-                level[:, None],
-                a[:, None],
-                b[:, None],
-                c[:, None],
-                aim[:, None],
-                aimed[:, None],
-                LEVEL,
-                VALUE,
-                TARGET,
-                SOFTCAP,
-                CAP_BIAS,
-            )
+                s2, slope, along, cols[None, :], level[:, None], a[:, None], b[:, None], c[:, None],
+                aim[:, None], aimed[:, None], LEVEL, VALUE, TARGET, SOFTCAP, CAP_BIAS,
+            )  # fmt: skip
             acc += ds
     whole = (own < n_query)[:, None] & inside[None, :]
     at = (group.to(tl.int64) * n_query + own)[:, None] * n_key + cols[None, :]

@@ -63,11 +63,22 @@ def visibility(
 
 
 @triton.jit
+def features(at, rows, cols, row_step, col_step, n_row, n_col, DOT: tl.constexpr):
+    """A tile of queries, keys or values, either way round; 0 beyond them."""
+    inside = (rows < n_row) & (cols < n_col)
+    return tl.load(at + rows * row_step + cols * col_step, mask=inside, other=0.0).to(DOT)
+
+
+@triton.jit
 def scores(
-    product, seen, scale, rows, cols, bias_at, bias_row, bias_col, n_query, n_key,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
+    left, right, seen, scale, rows, cols, bias_at, bias_row, bias_col, n_query, n_key,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile in base 2, what is seen of it now that biases of -inf are known, and the softcap's slope."""
+    """Scores of a tile in base 2, -inf where nothing is seen or a bias is -inf, and the softcap's slope.
+
+    Whoever asks later what is seen asks the scores: a mask that is kept takes registers.
+    """
+    product = tl.dot(left, right, input_precision=PRECISION, out_dtype=ACC)
     slope = product
     if BIAS == 0:
         if SOFTCAP == 0.0:
@@ -95,7 +106,7 @@ def scores(
             t = tanh(product * (scale / SOFTCAP))
             s2 = t * (SOFTCAP * LOG2E) + bias * LOG2E
             slope = 1 - t * t
-    return tl.where(seen, s2, float("-inf")), seen, slope
+    return tl.where(seen, s2, float("-inf")), slope
 
 
 @triton.jit
@@ -108,8 +119,8 @@ def row_side(
     """What a tile of rows brings: queries (M, D), scale, target, first key and key after the last, segment."""
     there = rows < n_query
     d = tl.arange(0, BLOCK_D).to(INDEX)
-    at = query + tl.multiple_of(tl.load(offsets + entry), ALIGN) + rows[:, None] * query_row + d[None, :] * query_col
-    q = tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0).to(DOT)
+    at = query + tl.multiple_of(tl.load(offsets + entry), ALIGN)
+    q = features(at, rows[:, None], d[None, :], query_row, query_col, n_query, D, DOT)
     sharp = tl.load(scale + tl.load(offsets + 3 * n_batch + entry) + rows * scale_row, mask=there, other=0.0)
     aim = rows
     if TARGET:

@@ -6,7 +6,8 @@ begins stands in `offsets` (one row of B numbers per operand): any broadcast and
     LEVEL    0: log Z and E[value]    1: also first moments (entropy, mean)    2: also the spread (variance)
     CAREFUL  False: the usual pass; leaves a flag where a moment is not finite
              True: runs after it, does nothing where no flag was left, and else looks at every value: nan and inf in
-             a value that a row does not see must not reach it, but 0 * nan is nan
+             a value that a row does not see must not reach it, but 0 * nan is nan. Its tiles are smaller
+    FLAGGED  rows (in the backward of the keys: keys) that share a flag, those of a tile of the usual pass
     SPLIT    the keys are shared out over several programs, each of which leaves raw sums for `decode.merge`
     DOT      dtype of the factors of a product: the operands' own, but float32 for bfloat16 in the interpreter
     INDEX    int64 where an operand's entry is too large for offsets in int32
@@ -19,6 +20,7 @@ import triton.language as tl
 from partita.engine.backends.triton.kernels.common import (
     LN2,
     LOWEST,
+    features,
     key_side,
     row_side,
     scores,
@@ -28,7 +30,7 @@ from partita.engine.backends.triton.kernels.common import (
 
 @triton.jit
 def step(
-    peak, mass, first, spread, count, acc, poison, s2, seen, v, LOW: tl.constexpr, DOT: tl.constexpr,
+    peak, mass, first, spread, count, acc, poison, s2, v, LOW: tl.constexpr, DOT: tl.constexpr,
     LEVEL: tl.constexpr, COUNTED: tl.constexpr, VALUE: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums of the keys so far and of one more tile: `State.merge`, in base 2."""
@@ -55,11 +57,11 @@ def step(
         first = shrink * (first + down * mass) + first_here
     mass = before + here
     if COUNTED:
-        count += tl.sum(seen.to(tl.int32), 1)
+        count += tl.sum((s2 != float("-inf")).to(tl.int32), 1)
     if VALUE:
         if CAREFUL:
             bad = v - v != 0
-            shown = seen.to(DOT)
+            shown = (s2 != float("-inf")).to(DOT)
             high = tl.dot(shown, tl.where(v == float("inf"), 1.0, 0.0).to(DOT), input_precision=PRECISION) > 0
             low = tl.dot(shown, tl.where(v == float("-inf"), 1.0, 0.0).to(DOT), input_precision=PRECISION) > 0
             lost = tl.dot(shown, tl.where(v != v, 1.0, 0.0).to(DOT), input_precision=PRECISION) > 0
@@ -115,17 +117,18 @@ def forward(
     LEVEL: tl.constexpr, VALUE: tl.constexpr, MEAN: tl.constexpr, TARGET: tl.constexpr, RANK: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAP_BIAS: tl.constexpr,
     START: tl.constexpr, STOP: tl.constexpr, SEGMENT: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr,
-    SPLIT: tl.constexpr, CAREFUL: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, CAREFUL: tl.constexpr, FLAGGED: tl.constexpr,
+    ACC: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     LOW: tl.constexpr = query.dtype.element_ty
     COUNTED: tl.constexpr = (BIAS > 0) | SEGMENT | MASK
-    SKIPS: tl.constexpr = SEGMENT | MASK  # a tile may be empty although its intervals are not
+    # a tile may be empty although its intervals are not; with float32 a branch would end the pipeline, and spill
+    SKIPS: tl.constexpr = (SEGMENT | MASK) & (DOT != tl.float32)  # noqa: SIM300
     program = tl.program_id(0)
-    if CAREFUL:  # noqa: SIM102  (an `and` would ask the flags of every pass)
-        if tl.load(flags + program) == 0:
-            return
     blocks = tl.cdiv(n_query, BLOCK_M)
+    if CAREFUL:  # noqa: SIM102  (an `and` would ask the flags of every pass)
+        if tl.load(flags + program // blocks * tl.cdiv(n_query, FLAGGED) + program % blocks * BLOCK_M // FLAGGED) == 0:
+            return
     entry = (program // blocks) % n_batch
     part = program // (blocks * n_batch)
     rows = (program % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -171,40 +174,19 @@ def forward(
         if SKIPS:
             todo = tl.max(seen.to(tl.int32)) > 0
         if todo:
-            inside = cols < n_key
-            k = tl.load(
-                key_at + far[None, :] * key_row + d[:, None] * key_col,
-                mask=inside[None, :] & (d < D)[:, None],
-                other=0.0,
-            ).to(DOT)
-            product = tl.dot(q, k, input_precision=PRECISION)
-            s2, seen, _ = scores(
-                product,
-                seen,
-                sharp[:, None],
-                wide[:, None],
-                far[None, :],
-                bias_at,
-                bias_row,
-                bias_col,
-                n_query,
-                n_key,
-                BIAS,
-                SOFTCAP,
-                CAP_BIAS,
-            )
+            k = features(key_at, d[:, None], far[None, :], key_col, key_row, D, n_key, DOT)
+            v = k
+            if VALUE:  # before the first product: a barrier between the two would keep one's factors in registers
+                v = features(value_at, far[:, None], dv[None, :], value_row, value_col, n_key, V, DOT)
+            s2, _ = scores(
+                q, k, seen, sharp[:, None], wide[:, None], far[None, :], bias_at, bias_row, bias_col,
+                n_query, n_key, BIAS, SOFTCAP, CAP_BIAS, ACC, PRECISION,
+            )  # fmt: skip
             if TARGET:
                 found = tl.sum(tl.where(aim[:, None] == cols[None, :], s2, 0.0), 1)
                 score = tl.where((aim >= n) & (aim < n + BLOCK_N), found, score)
-            v = k
-            if VALUE:
-                v = tl.load(
-                    value_at + far[:, None] * value_row + dv[None, :] * value_col,
-                    mask=inside[:, None] & (dv < V)[None, :],
-                    other=0.0,
-                ).to(DOT)
             peak, mass, first, spread, count, acc, poison = step(
-                peak, mass, first, spread, count, acc, poison, s2, seen, v, LOW, DOT,
+                peak, mass, first, spread, count, acc, poison, s2, v, LOW, DOT,
                 LEVEL, COUNTED, VALUE, CAREFUL, PRECISION,
             )  # fmt: skip
     if not COUNTED:
@@ -259,27 +241,11 @@ def forward(
                 key_segment_at, mask_at, key_segment_col, mask_row, mask_col,
                 n_query, n_key, START, STOP, SEGMENT, MASK, HOLE,
             )  # fmt: skip
-            k = tl.load(
-                key_at + far[None, :] * key_row + d[:, None] * key_col,
-                mask=(cols < n_key)[None, :] & (d < D)[:, None],
-                other=0.0,
-            ).to(DOT)
-            product = tl.dot(q, k, input_precision=PRECISION)
-            s2, seen, _ = scores(
-                product,
-                seen,
-                sharp[:, None],
-                wide[:, None],
-                far[None, :],
-                bias_at,
-                bias_row,
-                bias_col,
-                n_query,
-                n_key,
-                BIAS,
-                SOFTCAP,
-                CAP_BIAS,
-            )
+            k = features(key_at, d[:, None], far[None, :], key_col, key_row, D, n_key, DOT)
+            s2, _ = scores(
+                q, k, seen, sharp[:, None], wide[:, None], far[None, :], bias_at, bias_row, bias_col,
+                n_query, n_key, BIAS, SOFTCAP, CAP_BIAS, ACC, PRECISION,
+            )  # fmt: skip
             ahead = (s2 > score[:, None]) & (cols[None, :] != aim[:, None])
             rank += tl.sum(ahead.to(tl.int64), 1)
         tl.store(rank_out + at, rank, mask=there)

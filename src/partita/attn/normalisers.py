@@ -1,0 +1,214 @@
+"""Weights that are no softmax, to compare with it: same call, same supports, policies and scores.
+
+sigmoid   w_ij = sigmoid(score_ij - log n_i)          rows need not add up to 1; each key is judged on its own
+L1        w_ij = |score_ij| / sum_j |score_ij|        blind to a common factor and to signs
+linear    w_ij = <phi(q_i), phi(k_j)> / sum_j ...     a state of dim * dim_value numbers, whatever the length
+
+A learned sink (`attention(..., sink=)`) is the fourth: a softmax whose rows may add up to less than 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from partita._checks import check_bool, check_pair, check_value, check_whole
+from partita.attn.problem import Problem
+from partita.attn.rows import by_rows
+from partita.errors import ShapeError
+from partita.precision import accumulation_dtype, output_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from partita.attn.problem import Options
+
+__all__ = ["LinearState", "WeightStats", "l1_attention", "linear_attention", "sigmoid_attention"]
+
+Weigh = Callable[[Tensor, Tensor, slice], Tensor]
+"""(scores (..., rows, n_key), visible (..., rows, 1), rows) -> weights, not negative, 0 where a score is -inf"""
+
+
+class WeightStats(NamedTuple):
+    """What the weights of each row are like, however they were made."""
+
+    total: Tensor  # (..., n_query): sum_j w_ij; 1 for a softmax
+    entropy: Tensor  # of w / total, in nats; 0 where the total is 0
+    largest: Tensor  # max_j w_ij / total; 0 where the total is 0
+    visible: Tensor  # number of keys the row may see
+
+
+def sigmoid_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    offset: float | Tensor | None = None,
+    return_stats: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, WeightStats]:
+    """Attention in which each key is weighed on its own: a sigmoid in the place of the softmax.
+
+        out_i = sum_j sigmoid(score_ij + offset_i) value_j            offset_i = -log(visible_i) unless given
+
+    With that offset a row of equal scores near 0 adds up to about 1, at any length. Takes the options of `attention`.
+
+    >>> sigmoid_attention(torch.zeros(1, 2), torch.zeros(3, 2), torch.ones(3, 1))  # 3 * (1/3) / (1 + 1/3)
+    tensor([[0.7500]])
+
+    offset: a number, or broadcastable to the rows (..., n_query); it may be learned.
+    """
+
+    def weigh(scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
+        level = -visible.clamp(min=1).to(scores.dtype).log()
+        if isinstance(offset, Tensor):
+            level = (offset if not offset.dim() or offset.shape[-1] == 1 else offset[..., rows])[..., None].to(scores)
+        elif offset is not None:
+            level = torch.full_like(level, float(offset))
+        return torch.sigmoid(scores + level)
+
+    out, stats = _weighed(query, key, value, weigh, options, normalise=False)
+    return (out, stats) if return_stats else out
+
+
+def l1_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_stats: bool = False, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, WeightStats]:
+    """Weights proportional to the size of the score instead of its exponential, for comparison.
+
+        out_i = sum_j |score_ij| value_j / sum_j |score_ij|          0 where every score is 0
+
+    It is blind to a common factor of the scores, so no scale sharpens it, and to their sign. `total` of its statistics
+    is sum_j |score_ij|, before the division.
+
+    >>> l1_attention(torch.ones(1, 1), torch.tensor([[1.0], [-3.0]]), torch.tensor([[4.0], [8.0]]))
+    tensor([[7.]])
+    """
+
+    def weigh(scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
+        return torch.where(scores.isneginf(), 0.0, scores.abs())
+
+    out, stats = _weighed(query, key, value, weigh, options, normalise=True)
+    return (out, stats) if return_stats else out
+
+
+def _weighed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weigh: Weigh,
+    options: Options,
+    *,
+    normalise: bool,
+) -> tuple[Tensor, WeightStats]:
+    """sum_j w_ij value_j a block of rows at a time, made again in the backward pass."""
+    problem = Problem.of(query, key, **options).resolved()
+    check_value(value, key)
+    values = problem.spread(value)
+
+    def run(rows: slice) -> tuple[Tensor, ...]:
+        scores = problem.hidden(problem.plus_bias(problem.content(rows), rows), rows)
+        visible = (~scores.isneginf()).sum(-1, keepdim=True)
+        weight = weigh(scores, visible, rows)
+        total = weight.sum(-1, keepdim=True)
+        whole = torch.where(total == 0, torch.ones_like(total), total)
+        share = weight / whole
+        out = (share if normalise else weight) @ values.to(weight.dtype)
+        size = torch.where(share == 0, torch.ones_like(share), share).log()
+        stats = (total[..., 0], -(share * size).sum(-1), _largest(share), visible[..., 0].to(weight.dtype))
+        return (out.to(output_dtype(value)), *stats)
+
+    out, *stats = by_rows(run, problem.blocks(value), (1, 0, 0, 0, 0))
+    return out, WeightStats(*stats)
+
+
+def _largest(share: Tensor) -> Tensor:
+    """The largest share of each row, without a gradient; 0 where there are no keys."""
+    return share.detach().amax(-1) if share.shape[-1] else share.new_zeros(share.shape[:-1])
+
+
+class LinearState(NamedTuple):
+    """All that linear attention keeps of the keys it has seen; states of other keys add up."""
+
+    moment: Tensor  # (..., features, dim_value): sum_j phi(k_j) value_j
+    mass: Tensor  # (..., features): sum_j phi(k_j)
+
+
+def _elu(x: Tensor) -> Tensor:
+    return F.elu(x.to(accumulation_dtype(x.dtype))) + 1  # in half, what is left of -1 + 1 would be noise
+
+
+def linear_attention(
+    query: Tensor,  # (..., n_query, dim)
+    key: Tensor,  # (..., n_key, dim)
+    value: Tensor,  # (..., n_key, dim_value)
+    *,
+    feature_map: Callable[[Tensor], Tensor] = _elu,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,  # (..., n_key), True where a key is visible
+    chunk: int = 128,
+    state: LinearState | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, LinearState]:
+    """Attention whose weights are inner products of features: time and memory linear in the length.
+
+        out_i = sum_j <phi(q_i), phi(k_j)> value_j / sum_j <phi(q_i), phi(k_j)>          phi(x) = elu(x) + 1
+
+    Causal: j up to i, as many queries as keys; chunks of keys are added up one after another, and only within a chunk
+    are pairs written out. A row whose weights add up to 0 gives 0.
+
+    >>> x = torch.ones(3, 1)
+    >>> linear_attention(x, x, torch.tensor([[1.0], [2.0], [6.0]]), is_causal=True)  # equal weights: running means
+    tensor([[1.0000],
+            [1.5000],
+            [3.0000]])
+
+    feature_map: vectors to vectors without negative numbers; any module will do.
+    state: of the keys that came before, as `return_state` gave it: a decoder goes on from there.
+    """
+    check_pair(query, key)
+    check_value(value, key)
+    check_whole("chunk", chunk, least=1)
+    dtype = accumulation_dtype(query.dtype)
+    q, k, v = feature_map(query).to(dtype), feature_map(key).to(dtype), value.to(dtype)
+    if key_mask is not None:
+        check_bool("key_mask", key_mask)
+        if not key_mask.dim() or key_mask.shape[-1] != key.shape[-2]:
+            raise ShapeError(
+                f"key_mask must have one entry per key, (..., {key.shape[-2]}); got {tuple(key_mask.shape)}. "
+                f"Linear attention cannot hide a key from some rows only."
+            )
+        k = torch.where(key_mask[..., None], k, torch.zeros_like(k))
+    v = torch.cat([v, torch.ones_like(v[..., :1])], -1)  # the last column adds up to the normaliser
+    before = None if state is None else torch.cat([state.moment, state.mass[..., None]], -1).to(dtype)
+    if is_causal:
+        if query.shape[-2] != key.shape[-2]:
+            raise ShapeError(
+                f"causal linear attention needs as many queries as keys; got {query.shape[-2]} and {key.shape[-2]}."
+            )
+        sums = _causal(q, k, v, chunk, before)
+    else:
+        whole = k.mT @ v
+        sums = q @ (whole if before is None else whole + before)
+    moment, mass = sums[..., :-1], sums[..., -1:]
+    out = (moment / torch.where(mass == 0, torch.ones_like(mass), mass)).to(output_dtype(value))
+    if not return_state:
+        return out
+    seen = k.mT @ v if before is None else k.mT @ v + before
+    return out, LinearState(seen[..., :-1], seen[..., -1])
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, chunk: int, before: Tensor | None) -> Tensor:
+    """sum over j up to i of <q_i, k_j> v_j: a running state from chunk to chunk, pairs inside."""
+    n = q.shape[-2]
+    pad = -n % chunk
+    q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(-2, (-1, chunk)) for x in (q, k, v))  # (..., chunks, chunk, .)
+    own = k.mT @ v
+    past = F.pad(own.cumsum(-3), (0, 0, 0, 0, 1, 0))[..., :-1, :, :]  # of the chunks before
+    past = past if before is None else past + before.unsqueeze(-3)
+    inside = (q @ k.mT).tril() @ v
+    return (q @ past + inside).flatten(-3, -2)[..., :n, :]

@@ -1,0 +1,192 @@
+"""Attention between turned queries and keys, with distances that may stop growing.
+
+    score_ij = scale <turn(query_i, clamp(i - j, -reach, reach)), key_j>
+
+Keys within reach see ordinary rotary scores. All keys further back see the query at one fixed distance and are not
+turned themselves, so they are one pass more; keys further ahead are another. The passes merge exactly (M-GIB-9).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from partita import support as supports
+from partita.attn.positions import turned
+from partita.attn.problem import Problem, both
+from partita.attn.reach import Positions, Rotary
+from partita.attn.sdpa import attention, finish
+from partita.engine import State, Stats
+from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.gibbs import Gibbs
+from partita.precision import finest
+from partita.scale import TargetEntropy
+from partita.support import Support
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from partita.attn.problem import Options
+
+__all__ = ["Turning", "rotary_attention", "rotary_weights", "turned_attention"]
+
+
+@dataclass(frozen=True, eq=False)
+class Turning:
+    """How queries and keys turn: what a position setting says for one number of features."""
+
+    w: Tensor  # (pairs,)
+    amplitude: float = 1.0
+    reach: int | None = None
+    neighbours: bool = False
+
+    @staticmethod
+    def of(positions: Positions, dim: int, device: torch.device) -> Turning:
+        return Turning(positions.frequencies(dim, device), positions.amplitude, positions.furthest)
+
+    def to(self, device: torch.device) -> Turning:
+        return self if self.w.device == device else replace(self, w=self.w.to(device, finest(device)))
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        out = turned(x, positions, self.w, neighbours=self.neighbours)
+        return out if self.amplitude == 1.0 else out * self.amplitude
+
+    def by(self, x: Tensor, distance: int) -> Tensor:
+        return self(x, torch.full((1,), distance, dtype=torch.int64, device=x.device))
+
+
+def rotary_attention(
+    query: Tensor,  # (..., heads, n_query, dim), not yet turned
+    key: Tensor,  # (..., heads, n_key, dim), not yet turned
+    value: Tensor,
+    positions: Positions | None = None,
+    *,
+    where: int | Tensor = 0,
+    sink: Tensor | None = None,
+    return_stats: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Stats]:
+    """Attention whose queries and keys are turned by their positions; takes the options of `attention`.
+
+        score_ij = scale <turn(query_i, i), turn(key_j, j)>          distances clipped where the setting says so
+
+    positions: a setting such as `attn.YaRN(4.0, 512)` or `attn.Clipped(511)`; None is `attn.Rotary()`.
+    where: the place of the first query among the keys (with a cache: how many keys came before), or of every query,
+        broadcastable to the rows (..., n_query).
+
+    >>> x = torch.eye(2)[None]
+    >>> rotary_attention(torch.zeros(1, 2, 2), x, x, Rotary(), is_causal=True)
+    tensor([[[1.0000, 0.0000],
+             [0.5000, 0.5000]]])
+    """
+    given = Rotary() if positions is None else positions
+    if not isinstance(given, Positions):
+        raise DtypeError(f"positions must be a setting of partita.attn such as Rotary(); got {given!r}.")
+    turning = Turning.of(given, query.shape[-1], query.device)
+    return turned_attention(query, key, value, turning, where=where, sink=sink, return_stats=return_stats, **options)
+
+
+def turned_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    turning: Turning,
+    *,
+    where: int | Tensor = 0,
+    sink: Tensor | None = None,
+    return_stats: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Stats]:
+    """The same, for a model whose frequencies are its own."""
+    if turning.reach is None:
+        n_query, n_key = query.shape[-2], key.shape[-2]
+        own, keys = _places(where, n_query, query.device), torch.arange(n_key, device=key.device)
+        q, k = turning(query, own), turning(key, keys)
+        # the type of the result follows return_stats, which is not known here
+        out: Tensor | tuple[Tensor, Stats] = attention(q, k, value, sink=sink, return_stats=return_stats, **options)  # type: ignore[call-overload]
+        return out
+    problem = _problem(query, key, options)
+    states = [
+        part.state(value[..., keys, :], statistics=return_stats) for part, keys in _parts(problem, turning, where)
+    ]
+    return finish(functools.reduce(State.merge, states), value, sink, return_stats)
+
+
+def rotary_weights(
+    query: Tensor, key: Tensor, positions: Positions, **options: Unpack[Options]
+) -> Tensor:  # (..., n_query, n_key)
+    """The whole matrix of weights of `rotary_attention`: dense, for small problems and for looking at."""
+    turning = Turning.of(positions, query.shape[-1], query.device)
+    problem = _problem(query, key, options)
+    if turning.reach is None:
+        places = (torch.arange(n, device=key.device) for n in (problem.n_query, problem.n_key))
+        q, k = (turning(x, place) for x, place in zip((query, key), places, strict=True))
+        return problem.keys(slice(0, problem.n_key), q, k).probs()
+    parts = [part for part, _ in _parts(problem, turning, 0, whole=True)]
+    total = functools.reduce(State.merge, (part.state() for part in parts)).log_partition()
+    level = torch.where(total.isneginf(), torch.zeros_like(total), total)
+    shares = ((part.log_partition() - level).exp()[..., None] for part in parts)
+    return torch.stack([part.probs() * share.to(query.dtype) for part, share in zip(parts, shares, strict=True)]).sum(0)
+
+
+def _problem(query: Tensor, key: Tensor, options: Options) -> Problem:
+    """The call as one problem with the scale of every row: a policy counts near and far keys together."""
+    if isinstance(options.get("scale"), TargetEntropy):
+        raise ValueRangeError("TargetEntropy solves for plain scores; with clipped distances use another policy.")
+    problem = Problem.of(query, key, **options)
+    if problem.rule is not None:
+        raise ValueRangeError("clipped distances take a bias as a tensor: bias=rule.dense(n_query, n_key, query).")
+    return problem.resolved()
+
+
+def _places(where: int | Tensor, n_query: int, device: torch.device) -> Tensor:  # (..., n_query)
+    if not isinstance(where, Tensor):
+        return torch.arange(n_query, device=device) + where
+    if where.dim() < 1 or where.shape[-1] not in (1, n_query) or where.is_floating_point():
+        raise ShapeError(
+            f"where must be a whole number, or whole numbers that broadcast to the {n_query} queries; "
+            f"got {where.dtype} {tuple(where.shape)}."
+        )
+    return where
+
+
+def _parts(
+    problem: Problem, turning: Turning, where: int | Tensor, *, whole: bool = False
+) -> Iterator[tuple[Gibbs, slice]]:
+    """Keys within reach, further back, and further ahead, each with the slice of keys it was cut to.
+
+    whole: every part over all keys.
+    """
+    reach, query, n_query, n_key = turning.reach, problem.query, problem.n_query, problem.n_key
+    assert reach is not None
+    own = _places(where, n_query, query.device)
+    near, back, ahead = _bands(own, where, reach, n_key)
+    first, last = 0, n_key  # keys that lie within reach of some query
+    behind, beyond = n_key, 0  # keys behind some query's reach end here, those beyond it begin here
+    if not isinstance(where, Tensor) and not torch.compiler.is_compiling() and not whole:
+        first, last = min(max(where - reach, 0), n_key), min(where + n_query + reach, n_key)
+        behind, beyond = min(max(where + n_query - 1 - reach, 0), n_key), min(where + reach + 1, n_key)
+    # a part of no keys adds nothing; the nearest one is always there, so that there is a state
+    cut = slice(first, max(last, first))
+    k = turning(problem.key[..., cut, :], torch.arange(cut.start, cut.stop, device=query.device))
+    yield replace(problem, support=both(problem.support, near)).keys(cut, turning(query, own), k), cut
+    loud = turning.amplitude
+    for side, cut, distance in ((back, slice(0, behind), reach), (ahead, slice(beyond, n_key), -reach)):
+        if whole or torch.compiler.is_compiling() or cut.stop > cut.start:
+            k = problem.key[..., cut, :] if loud == 1.0 else problem.key[..., cut, :] * loud
+            part = replace(problem, support=both(problem.support, side))
+            yield part.keys(cut, turning.by(query, distance), k), cut
+
+
+def _bands(own: Tensor, where: int | Tensor, reach: int, n_key: int) -> tuple[Support, Support, Support]:
+    """Keys within reach, further back, further ahead: bands, or masks where every query has a place of its own."""
+    if not isinstance(where, Tensor):
+        near = supports.window(reach - where, reach + where)
+        return near, supports.window(None, where - reach - 1), supports.window(-(where + reach + 1), None)
+    distance = own[..., None] - torch.arange(n_key, device=own.device)
+    return supports.mask(distance.abs() <= reach), supports.mask(distance > reach), supports.mask(distance < -reach)

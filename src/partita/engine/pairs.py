@@ -1,0 +1,140 @@
+"""A score that is no inner product: a function of a tile of queries and a tile of keys, for the tiled backend.
+
+    raw_ij = function(query_i, key_j)            s_ij = softcap(scale_i * raw_ij) + bias_ij
+
+Parameters of a module are operands of the pass like query and key: the tiles of a backward pass add up their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita._checks import has_values, shape_text
+from partita.engine.request import Request
+from partita.errors import DtypeError, ShapeError, ValueRangeError
+
+__all__ = ["Pairs", "parameter_names", "written_out"]
+
+_PROBE = 2  # rows and keys of the tile that is tried before anything is computed
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """A function of tiles, and the tensors of its own that are differentiated."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    names: tuple[str, ...] = ()
+    parameters: tuple[Tensor, ...] = ()
+    per_pair: int | None = None  # numbers the function holds for each pair; None: as many as there are features
+
+    @staticmethod
+    def of(score: Any) -> Pairs:
+        """Those of a callable: a module is called with its parameters as arguments."""
+        if not callable(score):
+            raise DtypeError(
+                f"score must be an object of partita.score or a callable (query, key) -> (..., q, k); "
+                f"got {type(score).__name__}."
+            )
+        function, many = getattr(score, "pairs", score), getattr(score, "per_pair", None)
+        if not isinstance(function, nn.Module):
+            return Pairs(function, per_pair=many)
+        named = {name: p for name, p in function.named_parameters() if p.is_floating_point()}
+        return Pairs(function, tuple(named), tuple(named.values()), many)
+
+    def __call__(self, query: Tensor, key: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
+        """Raw scores (..., q, k) of tiles that are in the accumulation dtype, as the parameters then are."""
+        if not isinstance(self.function, nn.Module):
+            return self.function(query, key)
+        own = self.parameters if parameters is None else parameters
+        if parameters is None and all(p.dtype == query.dtype for p in own):
+            out: Tensor = self.function(query, key)
+            return out
+        cast = {name: p.to(query.dtype) for name, p in zip(self.names, own, strict=True)}
+        for name, buffer in self.function.named_buffers():
+            cast[name] = buffer.to(query.dtype) if buffer.is_floating_point() else buffer
+        found: Tensor = torch.func.functional_call(self.function, cast, (query, key))
+        return found
+
+    def turned(self) -> Pairs:
+        """The same with query and key exchanged."""
+        if isinstance(self.function, nn.Module):
+            return replace(self, function=_Turned(self.function), names=tuple(f"score.{name}" for name in self.names))
+        function = self.function
+        return replace(self, function=lambda query, key: function(key, query).mT)
+
+    def check(self, request: Request) -> None:
+        """Try the function on two rows and two keys: it must give scores, of pairs alone, the same each time."""
+        query, key = (x[..., :_PROBE, :].detach().to(request.dtype) for x in (request.query, request.key))
+        if not has_values(query) or not query.numel() or not key.numel():
+            return
+        fixed = [p.detach() for p in self.parameters]
+        with torch.enable_grad():
+            raw = self(query, key, fixed)
+        want = (query.shape[-2], key.shape[-2])
+        if not isinstance(raw, Tensor) or tuple(raw.shape[-2:]) != want or raw.dim() > query.dim():
+            got = shape_text(raw) if isinstance(raw, Tensor) else type(raw).__name__
+            raise ShapeError(
+                f"score must give one number per pair: for query {shape_text(query)} and key {shape_text(key)} "
+                f"a tensor (..., {want[0]}, {want[1]}); got {got}."
+            )
+        if raw.dtype != request.dtype:
+            raise DtypeError(f"score must keep the dtype of its tiles, {request.dtype}; got {raw.dtype}.")
+        if raw.requires_grad:
+            raise ValueRangeError(
+                "score reads tensors that require gradients and that it does not own; they would get none. Make it an "
+                "nn.Module that holds them as parameters."
+            )
+        with torch.no_grad():
+            self._check_pairs(raw, self(query, key, fixed), self(query[..., :1, :], key[..., :1, :], fixed))
+
+    def _check_pairs(self, raw: Tensor, again: Tensor, alone: Tensor) -> None:
+        if not torch.allclose(raw, again, equal_nan=True):
+            raise ValueRangeError(
+                "score must give the same numbers each time, since it is computed again in the backward pass; it gave "
+                "others the second time. Leave dropout out of it (module.eval())."
+            )
+        room = 1e-3 * float(raw.abs().nan_to_num(0.0, 0.0, 0.0).max())
+        if not torch.allclose(raw[..., :1, :1], alone, rtol=1e-3, atol=room, equal_nan=True):
+            raise ValueRangeError(
+                "score must look at each pair alone: that of the first query and key changed when others were taken "
+                "away. Normalise queries and keys before, not scores within."
+            )
+
+
+def parameter_names(many: int) -> tuple[str, ...]:
+    """What the gradients of a score's own tensors are called."""
+    return tuple(f"parameter {i}" for i in range(many))
+
+
+class _Turned(nn.Module):
+    def __init__(self, score: nn.Module):
+        super().__init__()
+        self.score = score
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        out: Tensor = self.score(key, query).mT
+        return out
+
+
+def written_out(request: Request) -> Request:
+    """The same with all raw scores as a bias: for whoever traces or transforms a pass, where nothing is cut by size."""
+    r = request
+    if r.pairs is None:
+        return r
+    s = r.pairs(r.query.to(r.dtype), r.key.to(r.dtype)) * r.scale[..., None]
+    if r.softcap is not None:
+        before = r.bias if r.cap_bias and r.bias is not None else 0.0
+        s = r.softcap * torch.tanh((s + before) / r.softcap)
+    if r.bias is not None and not (r.cap_bias and r.softcap is not None):
+        s = s + r.bias
+    if r.bias is not None:
+        s = torch.where(r.bias == -torch.inf, -torch.inf, s)
+    return replace(
+        r, query=r.query[..., :0], key=r.key[..., :0], scale=torch.ones_like(r.scale[..., :1]).detach(), bias=s,
+        softcap=None, cap_bias=False, pairs=None,
+    )  # fmt: skip

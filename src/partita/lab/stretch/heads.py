@@ -1,0 +1,100 @@
+"""What every head does as the text grows, unmodified: entropy, spread of its scores, and its critical scale.
+
+The critical scale is in units of the present one: above 1 the head's best key does not part from its competitors.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import partita
+from partita.interception import named
+from partita.lab.stretch.question import Question
+from partita.lab.stretch.reader import OWN, Reader
+from partita.monitor import Watch
+from partita.monitor.measure import sample
+from partita.monitor.scores import partita_scores
+from partita.scale import CriticalScale
+from partita.theory.sharpness import critical_scale
+
+__all__ = ["growth", "heads"]
+
+_LOOKED = 2  # windows
+_LIMITS = (-1.0, 3.0)  # of an exponent that is worth trying
+
+
+def heads(reads: Reader, question: Question) -> list[dict[str, Any]]:
+    """A row for every length, layer and head."""
+    reads.apply(OWN)
+    rows = []
+    for length in question.lengths:
+        asked = [question.asked(range(k, k + 1), length) for k in range(min(_LOOKED, len(question.starts)))]
+        with Watch(reads.model) as seen, torch.no_grad():
+            for passage in asked:
+                reads.nll(*passage)
+        with _Rows() as looked, torch.no_grad():
+            for passage in asked:
+                reads.nll(*passage)
+        groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for row in seen.frame(pandas=False):
+            groups.setdefault((row["layer"], row["head"]), []).append(row)
+        critical = looked.medians(len(asked))
+        for (layer, head), each in sorted(groups.items()):
+            known = layer < len(critical) and head < len(critical[layer])
+            rows.append(
+                {
+                    "layer": layer,
+                    "head": head,
+                    "length": length,
+                    "entropy": sum(r["entropy"] for r in each) / len(each),
+                    "width": sum(r["effective_width"] for r in each) / len(each),
+                    "spread": math.sqrt(max(0.0, sum(r["score_variance"] for r in each) / len(each))),
+                    "critical": critical[layer][head] if known else math.nan,
+                }
+            )
+    return rows
+
+
+class _Rows(TorchFunctionMode):
+    """The critical scale of sampled rows of every call of partita's attention, by head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Tensor] = []  # (heads, rows) each
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is partita.attention:
+            call = partita_scores(named(args, kwargs))
+            n = call.n_query
+            part = sample(call.take(None, slice(n // 2, n)))  # rows that see as much as the text is long
+            found = critical_scale(part.gibbs().probs().double().log())
+            self.calls.append(found.expand(part.batch, part.heads, part.n_query).transpose(0, 1).flatten(1))
+        return func(*args, **kwargs)
+
+    def medians(self, passages: int) -> list[list[float]]:
+        """Of every layer and head, over the passages; layers in the order in which they were called."""
+        layers = len(self.calls) // passages
+        return [torch.cat(self.calls[k::layers], 1).median(-1).values.tolist() for k in range(layers)]
+
+
+def growth(rows: list[dict[str, Any]], trained: int) -> CriticalScale | None:
+    """A scale that grows as the critical scales of the heads do, in the mean; None where they tell nothing."""
+    lengths = sorted({row["length"] for row in rows})
+    table: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        table.setdefault((row["layer"], row["head"]), []).append(row["critical"])
+    told = [each for each in table.values() if len(each) == len(lengths) and all(0 < x < math.inf for x in each)]
+    if not told or len(lengths) < 2:
+        return None
+    exponent = CriticalScale.fit(trained, lengths, [list(x) for x in zip(*told, strict=True)]).exponent
+    assert not isinstance(exponent, float)
+    mean = min(max(sum(exponent) / len(exponent), _LIMITS[0]), _LIMITS[1])
+    return CriticalScale(trained, round(mean, 2), floor=trained)

@@ -1,0 +1,87 @@
+"""What is asked: the same tokens at every length, in windows that do not share one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita.lab.cli import UsageError
+
+__all__ = ["Question"]
+
+_HIDDEN = 7  # of a masked model's span every seventh token is hidden
+_TOGETHER = 8192  # tokens in a batch
+_FEWEST = 8  # windows, half of which choose and half of which judge
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: tokens, where the windows lie, which lengths."""
+
+    ids: Tensor
+    trained: int
+    longest: int
+    starts: list[int]  # of the longest passage of each window
+    causal: bool
+
+    @staticmethod
+    def of(ids: Tensor, trained: int, longest: int, targets: int, causal: bool) -> Question:
+        span = _span(trained)
+        each = span if causal else max(1, span // _HIDDEN)
+        room = len(ids) - longest
+        most = 1 + room // span
+        if room < 0 or most < _FEWEST:
+            raise UsageError(
+                f"the text has {len(ids)} tokens; {_FEWEST} windows with different tokens to score need "
+                f"{longest + (_FEWEST - 1) * span}. Give a longer text, or a smaller --to."
+            )
+        count = max(_FEWEST, min(most, math.ceil(targets / each)))
+        starts = [round(i * room / (count - 1)) for i in range(count)]
+        return Question(ids, trained, longest, starts, causal)
+
+    @property
+    def lengths(self) -> list[int]:
+        found = [self.trained]
+        while found[-1] * 2 < self.longest:
+            found.append(found[-1] * 2)
+        return [*found, self.longest]
+
+    @property
+    def targets(self) -> int:
+        return sum(len(self.places(k, self.longest)) for k in range(len(self.starts)))
+
+    def passage(self, window: int, length: int) -> Tensor:
+        """Text around the scored tokens: what stands before them, or as much on both sides."""
+        start = self.starts[window]
+        spare = self.longest - length
+        cut = spare if self.causal else spare // 2
+        return self.ids[start + cut : start + cut + length]
+
+    def places(self, window: int, length: int) -> list[int]:
+        """Of the scored tokens, in the passage of this length."""
+        span = _span(self.trained)
+        if self.causal:
+            return list(range(length - span, length))
+        spare = self.longest - length
+        first = (self.longest - span) // 2 - spare // 2
+        return list(range(first + window % min(_HIDDEN, span), first + span, _HIDDEN))
+
+    def asked(self, windows: range, length: int) -> tuple[Tensor, list[list[int]]]:
+        """Passages of some windows, and the places to score in each."""
+        return torch.stack([self.passage(k, length) for k in windows]), [self.places(k, length) for k in windows]
+
+    def batches(self, length: int) -> list[range]:
+        """Windows that are read together: of as many scored tokens each, and of not too many tokens in all."""
+        step, found = max(1, _TOGETHER // length), list[range]()
+        for k in range(len(self.starts)):
+            fits = found and len(found[-1]) < step
+            alike = fits and len(self.places(found[-1][0], length)) == len(self.places(k, length))
+            found[-1:] = [range(found[-1].start, k + 1)] if alike else [*found[-1:], range(k, k + 1)]
+        return found
+
+
+def _span(trained: int) -> int:
+    return max(1, trained // 2)

@@ -1,0 +1,44 @@
+"""Formulas in circulation that are wrong or conditional, next to the right ones, each as three numbers.
+
+    >>> from partita_studies import errata
+    >>> verdict = errata.find("losses (4.3.3)").check()
+    >>> verdict.confirmed
+    True
+
+`errata.ROWS` holds every row; a row computes nothing until asked. Five documents are covered: contrast (4.4.x),
+losses (4.3.x), attention (5.1.x), noise (1..80) and scale (1..63), and a printed program (code).
+"""
+
+from __future__ import annotations
+
+from partita.errors import ValueRangeError
+from partita_studies.errata import (
+    attention,
+    code,
+    contrast,
+    entropy,
+    laws,
+    losses,
+    nce,
+    noise,
+    policies,
+    scale,
+    structure,
+)
+from partita_studies.errata.row import KINDS, Reading, Row, Verdict
+
+__all__ = ["KINDS", "ROWS", "Reading", "Row", "Verdict", "find"]
+
+ROWS: tuple[Row, ...] = tuple(
+    row
+    for module in (contrast, nce, losses, attention, noise, entropy, structure, scale, laws, policies, code)
+    for row in module.book.rows
+)
+
+
+def find(label: str) -> Row:
+    """The row with this label, such as "contrast (4.4.15)"."""
+    for row in ROWS:
+        if row.label == label:
+            return row
+    raise ValueRangeError(f"no erratum is called {label!r}; there are {', '.join(row.label for row in ROWS)}.")

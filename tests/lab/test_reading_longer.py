@@ -1,0 +1,81 @@
+"""The studies of reading longer: the same words at every length, a model left as it was, verdicts from planted rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from partita import scale
+from partita_studies.experiment import Row
+from partita_studies.experiments import reading_longer as longer
+from partita_studies.experiments import recall_longer, scale_invariance
+from partita_studies.experiments._language_model import HIDE, RARE, Plan, train
+
+PLAN = Plan("masked", "reference", 300, 16, 2, 1, 64, 2, 1, 1e-3)
+
+
+def test_every_length_hides_the_same_words_in_the_middle() -> None:
+    seen, truth = longer.passages("reference", 300, 256, 6)
+    asked = truth >= 0
+    assert asked.sum(1).tolist() == [longer.HIDDEN] * 6
+    assert not asked[:, :96].any() and not asked[:, 160:].any()  # the middle 64 of 256
+    assert torch.equal(seen == HIDE, asked) and not (truth == RARE).any()
+
+
+def test_a_reading_changes_the_reading_alone() -> None:
+    model = train(PLAN, None, 0)[0]
+    seen, truth = longer.passages("reference", 300, 256, 2)
+    first = longer.read(model, "rotary", None, seen, truth, 256)
+    found = {name: longer.read(model, name, None, seen, truth, 256)["nll"] for name in longer.POSITIONS}
+    assert len({round(x, 7) for x in found.values()}) == len(found)  # every setting acts
+    assert longer.read(model, "rotary", scale.InverseSqrt(3.0), seen, truth, 256)["nll"] != first["nll"]
+    assert longer.read(model, "rotary", None, seen, truth, 256) == first
+    # at the length of training no distance is new, and nothing is clipped or stretched
+    near = [longer.read(model, name, None, seen, truth, 64)["nll"] for name in ("rotary", "NTK", "YaRN", "clipped")]
+    assert near == pytest.approx([near[0]] * 4, abs=1e-5)
+
+
+def planted(rotary: float, clipped: float, lost: float = 1.0) -> list[Row]:
+    """Losses at 64 and 1024, with the gains of LogLength as given; seeds differ by much more than the gains."""
+    rows: list[Row] = []
+    for seed in range(8):
+        for positions in longer.POSITIONS:
+            for n in (64, 512, 1024):
+                far = 0.0 if n == 64 else {"rotary": lost, "clipped": 0.2, "window": 0.0}.get(positions, 0.5)
+                gains = {"rotary": rotary, "clipped": clipped}
+                for way in (longer.USUAL, longer.LOG):
+                    less = gains.get(positions, 0.0) if way == longer.LOG and n > 64 else 0.0
+                    nll = 5 + seed + far - less + 0.001 * ((seed * 7 + n) % 3)
+                    rows.append(
+                        {"arm": "fixed", "positions": positions, "scale": way, "n": n, "seed": seed, "nll": nll}
+                    )
+    return rows
+
+
+def test_the_verdict_follows_the_interaction() -> None:
+    assert longer.judge(planted(-0.1, 0.07)).answer == "holds"
+    assert longer.judge(planted(0.07, 0.07)).answer == "does not hold"
+    within = longer.judge(planted(0.02, 0.07))
+    assert within.answer == "holds within" and "rotary gains nothing" in within.within
+    assert "most is positions" in longer.judge(planted(-0.1, 0.07, lost=0.25)).within
+
+
+def test_recall_and_invariance_are_judged_by_seed() -> None:
+    def recall(gain: float) -> list[Row]:
+        return [
+            {"noise": 0.5, "scale": w, "n": n, "seed": s, "accuracy": 90 - n / 64,
+             "nll": s + n / 64 - gain * (w == "LogLength")}
+            for w in recall_longer.policies() for n in (64, 256) for s in range(4)
+        ]  # fmt: skip
+
+    assert recall_longer.judge(recall(0.1)).answer == "holds"
+    assert recall_longer.judge(recall(-0.1)).answer == "holds within"  # accuracy falls all the same
+
+    def invariance(gain: float) -> list[Row]:
+        return [
+            {"kind": k, "n": n, "seed": s, "nll": s - gain * (k == "invariant" and n > 64)}
+            for k in scale_invariance.KINDS for n in (64, 1024) for s in range(4)
+        ]  # fmt: skip
+
+    assert scale_invariance.judge(invariance(0.5)).answer == "holds"
+    assert scale_invariance.judge(invariance(-0.5)).answer == "does not hold"
