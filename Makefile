@@ -111,8 +111,8 @@ format: $(VENV)/dev.stamp   ## rewrite the sources the way lint wants them
 statements: $(VENV)/dev.stamp   ## write docs/statements.md anew from the sources
 	$(BIN)/python docs/statements.py
 
-compile-table: $(VENV)/dev.stamp   ## fill the table of docs/compile.md: hours on a slow machine; goes on where it stopped
-	$(BIN)/python -m tests.compile.table --missing
+compile-table: $(VENV)/dev.stamp   ## fill the table of docs/compile.md: an hour of processor time in all; goes on where it stopped
+	$(BIN)/python -m tests.compile.table --missing --workers 2
 
 docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
 	$(PYTEST) $(FAST) tests/test_docs.py

@@ -1,16 +1,21 @@
 """Fill the table of docs/compile.md: every row, compiled each way.
 
-    python -m tests.compile.table [--ways aot_eager-dynamic,inductor-fixed] [--only TEXT] [--missing]
+    python -m tests.compile.table [--ways aot_eager-dynamic,inductor-fixed] [--only TEXT] [--missing] [--workers 2]
 
-The cells are kept in table.json beside this file, written after each row, so that a run can be stopped and go on.
+The cells are kept in table.json beside this file, written after each row, so that a run can be stopped and go on. A new
+row needs nothing but a call in rows.py and a run with --missing. A cell takes some four seconds of a processor.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.compile.calls import compare
@@ -59,6 +64,45 @@ def write() -> None:
     PAGE.write_text(head + BEGIN + "\n" + render(load()) + "\n" + END + tail)
 
 
+def merge(others: Iterable[Path]) -> None:
+    """Bring the cells of other runs into the table."""
+    cells = load()
+    for other in others:
+        for title, found in load(other).items():
+            cells.setdefault(title, {}).update(found)
+    save(cells)
+
+
+def share_out(workers: int, given: list[str]) -> None:
+    """The same run in several processes, each with its share of the rows; what they find is taken over as they go."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [Path(folder) / f"{k}.json" for k in range(workers)]
+        for part in parts:
+            part.write_text(CELLS.read_text() if CELLS.exists() else "{}")
+        command = [sys.executable, "-m", "tests.compile.table", *given]
+        runs = [
+            subprocess.Popen([*command, "--share", f"{k}/{workers}", "--cells", str(part)])
+            for k, part in enumerate(parts)
+        ]
+        try:
+            while any(run.poll() is None for run in runs):
+                time.sleep(10)
+                merge(known for known in parts if whole(known))
+        finally:
+            for run in runs:
+                run.terminate()
+        merge(known for known in parts if whole(known))
+
+
+def whole(cells: Path) -> bool:
+    """Not just being written."""
+    try:
+        load(cells)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ways", default=",".join(WAYS))
@@ -69,15 +113,15 @@ def main() -> None:
     )
     parser.add_argument("--cells", type=Path, default=CELLS, help="where to write; --merge brings it into the table")
     parser.add_argument("--merge", type=Path, nargs="*", default=(), help="cells of other runs; runs nothing itself")
+    parser.add_argument("--workers", type=int, default=1, help="processes side by side")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    for other in given.merge:
-        cells = load()
-        for title, found in load(other).items():
-            cells.setdefault(title, {}).update(found)
-        save(cells)
+    if given.workers > 1:
+        share_out(given.workers, ["--ways", given.ways, "--only", given.only, *["--missing"] * given.missing])
+    if given.merge:
+        merge(given.merge)
     first, step = (int(x) for x in given.share.split("/"))
-    for title in () if given.merge else list(CALLS)[first::step]:
+    for title in () if given.merge or given.workers > 1 else list(CALLS)[first::step]:
         for way in given.ways.split(","):
             known = load(given.cells).get(title, {}).get(way, "")
             if given.only not in title or (given.missing and known in ("works", "forward")):

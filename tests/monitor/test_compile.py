@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import partita
+from partita.monitor import compiled as compiled_of_monitor
 from partita.monitor import watch
 
 # torch.compile reads .grad of the inputs of a layer that is compiled by itself
@@ -391,6 +394,7 @@ FIRST_USE = """
 import sys
 sys.path.insert(0, {folder!r})
 import torch
+from partita.monitor import compiled as compiled_of_monitor
 from partita.monitor import watch
 from compiled_models import GPT, Attention
 assert "torch._dynamo" not in sys.modules
@@ -407,3 +411,60 @@ def test_the_first_use_of_torch_compile_inside_a_block() -> None:
     folder = __file__.rpartition("/")[0]
     done = subprocess.run([sys.executable, "-c", FIRST_USE.format(folder=folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+INSIDES = [f"{module}.{name}" for module, names in compiled_of_monitor.NEEDED.items() for name in names]
+
+
+class Lacking:
+    """`importlib` that loads modules without one name, which torch itself goes on using."""
+
+    def __init__(self, name: str) -> None:
+        self.module, self.name = name.rsplit(".", 1)
+
+    def import_module(self, name: str) -> Any:
+        found = vars(importlib.import_module(name))
+        return SimpleNamespace(**{k: v for k, v in found.items() if name != self.module or k != self.name})
+
+
+@pytest.mark.parametrize("way", ["shell", "in place", "both layers"])
+@pytest.mark.parametrize("name", INSIDES)
+def test_a_torch_without_these_insides_is_watched_uncompiled(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of torch.compile: the same record, a sentence in the coverage, and graphs again afterwards."""
+    if way != "shell" and name != INSIDES[0]:
+        pytest.skip("one name is enough")
+    model, ids = GPT(Attention), torch.randint(23, (2, 9))
+    with watch(model) as plain:
+        model(ids)
+    backend = Counting()
+    call: Any = torch.compile(model, backend=backend) if way == "shell" else model
+    if way == "in place":
+        model.compile(backend=backend)
+    if way == "both layers":
+        for layer in model.layers:
+            layer.compile(backend=backend)
+    want = call(ids)
+    runs = backend.runs
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled_of_monitor, "importlib", Lacking(name))
+        with watch(model) as w:
+            got = call(ids)
+    assert backend.runs == runs, "nothing compiled ran"
+    torch.testing.assert_close(got, want)
+    assert_same_record(w, plain)
+    assert f"has no {name}" in w.coverage["text"]
+    assert "without torch.compile" in w.coverage["text"]
+    call(ids)
+    assert backend.runs > runs
+
+
+def test_a_backend_that_cannot_be_put_behind_another_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = GPT(Attention), torch.randint(23, (2, 9))
+    call = torch.compile(model, backend=Counting())
+    want = call(ids)
+    monkeypatch.delattr("torch._dynamo.convert_frame.ConvertFrame._clone_with_backend")
+    with watch(model) as w:
+        torch.testing.assert_close(call(ids), want)
+    assert compiled_of_monitor.SILENT in w.coverage["text"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import partita
 from partita.contrastive import Queue
 from partita.monitor import watch
+from partita.monitor.functions import FunctionMode
 
 
 @pytest.fixture(autouse=True)
@@ -304,3 +305,48 @@ def test_siglip_is_seen_without_a_distribution() -> None:
     assert row["norm_key"] == pytest.approx(2.0) and "entropy" not in row
     assert [f.code for f in w.findings()] == ["NOT_NORMALISED"]
     w.finished().summary()
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_watches_an_optimizer_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(3, 3), torch.randn(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watch(model) as w:
+        model(x).sum().backward()
+        asked: list[Any] = []
+        inner = FunctionMode.__torch_function__
+        monkeypatch.setattr(FunctionMode, "__torch_function__", lambda *a, **k: asked.append(a) or inner(*a, **k))
+        optimizer.step()
+        assert all("profiler" in str(a[1]) for a in asked)  # what torch writes down around a step
+        asked.clear()
+        F.cross_entropy(x, torch.zeros(5, dtype=torch.long))  # seen again afterwards
+        assert asked
+    assert len(w.loss_frame(False)) == 1
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_step_that_raises_or_calls_the_model_does_not_blind_the_watch() -> None:
+    model, x = nn.Linear(3, 3), torch.randn(5, 3)
+    target = torch.zeros(5, dtype=torch.long)
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError("no step")
+
+    with watch(model) as w:
+        with pytest.raises(RuntimeError, match="no step"):
+            Broken(model.parameters()).step()
+        F.cross_entropy(model(x), target)
+        lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure() -> Any:
+            lbfgs.zero_grad()
+            loss = F.cross_entropy(model(x), target)
+            loss.backward()
+            return loss
+
+        lbfgs.step(closure)
+    assert len(w.loss_frame(False)) >= 3
+    assert not torch.overrides._get_current_function_mode_stack()

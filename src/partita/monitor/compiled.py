@@ -29,6 +29,13 @@ NOT_SEEN = (
     "nothing was called while watched; the graphs of a compiled function are not seen: compile the model instead, or "
     "use a `with` block, in which functions run without torch.compile"
 )
+# What of torch.compile's inside is used: it is nobody's promise, so another version may lack some of it.
+NEEDED = {
+    "torch._dynamo": ("allow_in_graph",),
+    "torch._dynamo.eval_frame": ("_callback_from_stance", "skip_code"),
+    "torch._dynamo.trace_rules": ("add", "check"),
+}
+SILENT = "graphs ran that do not report: the version of torch, or its stance, lets no backend be put before theirs"
 SKIPPED = "compiled in place, which torch.compile does not do to a module of torch's own: run without it"
 OURS = (
     "accumulator",
@@ -122,6 +129,30 @@ def code_of(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def missing() -> str | None:
+    """Why graphs cannot be made to report, with this version of torch; None where they can."""
+    for module, names in NEEDED.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            return module
+        for name in names:
+            if not hasattr(found, name):
+                return f"{module}.{name}"
+    return None
+
+
+def not_followed(what: str) -> str:
+    return f"run without torch.compile, because torch {torch.__version__} has no {what}, which following graphs needs"
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """For the time of a call, by torch's public switch."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def skipped(module: nn.Module) -> bool:
     """Compiled in place, and of a class whose code torch.compile leaves alone then."""
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
@@ -138,12 +169,13 @@ class _Graphs:
         self._callback: Patch | None = None
 
     @contextmanager
-    def reporting(self, kernel: str) -> Iterator[None]:
+    def reporting(self, kernel: str, silent: Callable[[], None]) -> Iterator[None]:
+        """Graphs made in this call report; `silent` is called where one cannot."""
         with self._lock:
             self._calls += 1
             TRACED.around = traced.around
         try:
-            with self._through(lambda callback: self._instrumented(callback, kernel)):
+            with self._through(lambda callback: self._instrumented(callback, kernel, silent)):
                 yield
         finally:
             with self._lock:
@@ -185,12 +217,13 @@ class _Graphs:
         finally:
             self._callback.remove(wrapper)
 
-    def _instrumented(self, callback: Any, kernel: str) -> Any:
+    def _instrumented(self, callback: Any, kernel: str, silent: Callable[[], None]) -> Any:
         """The same with the user's backend behind ours; the same one every time, or each call would compile anew."""
         convert: Any = getattr(callback, "_torchdynamo_orig_backend", None)
-        if not hasattr(convert, "_clone_with_backend") or not hasattr(callback, "hooks"):
-            return callback  # a stance that defers compiling: its graphs do not report
-        backend = convert._torchdynamo_orig_backend
+        backend = getattr(convert, "_torchdynamo_orig_backend", None)
+        if backend is None or not hasattr(convert, "_clone_with_backend") or not hasattr(callback, "hooks"):
+            silent()  # a stance that defers compiling, or another version of torch
+            return callback
         if isinstance(backend, Instrumented):
             return callback  # another watch was asked first
         known = self._known.setdefault(callback, {})

@@ -26,6 +26,7 @@ from partita.monitor.provenance import provenance
 from partita.monitor.reading import Reading
 from partita.monitor.record import Record
 from partita.monitor.scores import sdpa_scores
+from partita.monitor.updates import Updates
 
 _REPLAY = threading.local()  # whose second run of a module this is: others have seen the first
 
@@ -80,11 +81,13 @@ class Watch(Reading):
         self._called: dict[str, int] = {}
         self._elsewhere = 0
         self._skipped = False
+        self._lacking: str | None = None
         self._started: float | None = None
         self._steps = 0
         self._thread = threading.get_ident()
         self._mode = FunctionMode(self)
         self._graphs = Graphs(self._mode, self._roll, self._called)
+        self._updates = Updates(self._mode)
         self._block = False
         self.attach()
 
@@ -120,12 +123,14 @@ class Watch(Reading):
             self._block = True
             compiled.EAGER.on()
             self._mode.on()
+            self._updates.on()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.observer.stack.clear()
         if self._block:
             self._block = False
+            self._updates.off()
             self._mode.off()
             compiled.EAGER.off()
         self.detach()
@@ -168,7 +173,10 @@ class Watch(Reading):
         if threading.get_ident() != self._thread:
             self._elsewhere += self._roll.name(module) is not None
             return inner(module, *args, **kwargs)
+        self._updates.resume()
         code, name = compiled.code_of(module), self._roll.name(module)
+        if code is not None and (lacking := compiled.missing()) is not None:
+            return self._without_graphs(lacking, name, inner, module, args, kwargs)
         if code is not None and (name is None or not compiled.skipped(module)):
             with self._mode.without():
                 return self._call_graphs(code, inner, module, args, kwargs)
@@ -176,6 +184,18 @@ class Watch(Reading):
             return self._pass_by(inner, module, args, kwargs)
         self._skipped = self._skipped or code is not None
         with contextlib.nullcontext() if code is None else compiled.GRAPHS.off():
+            return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
+
+    def _without_graphs(
+        self, lacking: str, name: str | None, inner: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """A compiled module, with a torch whose graphs cannot be made to report: seen as if nobody had compiled it."""
+        if name is None and all(part is not self.model for part in module.modules()):
+            return self._pass_by(inner, module, args, kwargs)
+        self._lacking = lacking
+        with compiled.uncompiled():
+            if name is None:
+                return self._pass_by(inner, module, args, kwargs)
             return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
 
     def _call_graphs(
@@ -192,7 +212,7 @@ class Watch(Reading):
         def call() -> Any:
             first = () if name is None and self.observer.stack else (frame(name or "", code, kwargs, args),)
             self.observer.stack.extend(first)
-            with listening(self._graphs), compiled.GRAPHS.reporting(kernel):
+            with listening(self._graphs), compiled.GRAPHS.reporting(kernel, self._graphs.pass_over):
                 return inner(module, *args, **kwargs)
 
         return self._follow(name or "", code if name is not None else self.model, kwargs, call)
@@ -312,6 +332,10 @@ class Watch(Reading):
         more = []
         if self._skipped:
             more.append(compiled.SKIPPED)
+        if self._lacking is not None:
+            more.append(compiled.not_followed(self._lacking))
+        if self._graphs.silent:
+            more.append(compiled.SILENT)
         inside = sorted(self._graphs.seen & self.observer.seen)
         if inside:
             found["in_graphs"] = inside

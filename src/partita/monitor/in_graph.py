@@ -43,6 +43,7 @@ class Graphs:
         self.mode, self.roll, self.called = mode, roll, called
         self.seen: set[str] = set()  # modules whose softmax was
         self.unseen: dict[str, None] = {}  # losses that could not be asked
+        self.silent = False  # a graph ran that does not report
         self._known: dict[tuple[int, int], tuple[Frame, ...] | None] = {}  # by site and compiled module
 
     def reported(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -63,6 +64,9 @@ class Graphs:
             self.mode.watch.guard(lambda: self._look(site, args, kwargs))
         finally:
             del observer.stack[depth:]
+
+    def pass_over(self) -> None:
+        self.silent = True
 
     def _read(self, about: Any, root: nn.Module) -> None:
         """What a graph says of itself, once."""
