@@ -23,8 +23,8 @@ counts; do not edit. Triton {triton}, compiled ahead of time on a machine withou
 
 A cell is: rows x keys of a tile, warps (w) and pipeline stages (s); registers per thread; shared memory of a block, in
 KiB. `spills n` are bytes per thread that registers could not hold. Levels: the output and log Z; with entropy and
-largest score; with the variance too. A backward pass has two kernels, one over rows and one over keys; its two levels
-are without moments and with them.
+largest score; with the variance too. A backward pass has two kernels, one over rows and one over keys; its levels are
+those of what flows back.
 """
 
 

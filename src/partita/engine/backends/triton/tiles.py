@@ -3,14 +3,17 @@
 Chosen by what kernels need when they are compiled ahead of time (docs/gpu-resources.md has every number), since no
 device was at hand. The reasons, in the order in which they count:
 
-- It must fit: no spill on sm_80 and sm_90 up to 128 features, and shared memory that the device has (MI300: 64 KiB).
+- It must fit: no spill on sm_80 and sm_90 up to 128 features whatever is asked, and shared memory that the device has
+  (MI300: 64 KiB).
 - Rows are shared out over warps, 16 to a warp (sm_80) or 64 to four (sm_90). Eight warps on 64 rows would compute
   every exponential twice: 64 rows get 4 warps, 128 get 8. On MI300, 8 warps have half as many registers each.
 - Then the larger tile: what is done once per row and tile (peaks, shrinking sums) is shared by more keys, and a tile
   of keys is read by more rows. The variance costs registers; the tiles are those that it allows.
-- Backward passes hold two sums and two products at once: tiles of 32 rows by 64 keys where they would spill otherwise.
+- Backward passes hold two sums and two products at once: over rows 16 to 64 keys at a time, since a warp's 16 rows of
+  query and upstream gradient already take a quarter of its registers; over keys 64 by 64 on eight warps.
+- A mask, segments, a bias or a target lie beside every score: such requests have rows of their own where it matters.
 - float32 products are made of ordinary multiplications at NVIDIA (tf32 would not be float32): small tiles, since all of
-  it is unrolled into registers. Above 64 features the backward of the rows spills there whatever the tile.
+  it is unrolled into registers, on eight warps, and two stages: without a pipeline the compiler spills.
 
 PARTITA_TRITON_AUTOTUNE=1 asks the device instead (`autotune`).
 """
@@ -76,6 +79,7 @@ _CROWDED = {
     ("forward", 16, "sm_80"): (Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(64, 32, 8, 2)),
     ("forward", 16, "sm_90"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("forward", 16, "sm_100"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+    ("forward", 32, "sm_80"): (Tile(64, 32, 4, 2), Tile(16, 64, 8, 2), Tile(32, 32, 8, 1)),
     ("backward_rows", 16, "sm_90"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "sm_90"): (Tile(32, 64, 4, 1), Tile(16, 64, 4, 1), Tile(32, 32, 4, 1)),
 }
@@ -109,11 +113,10 @@ def tabled(key: Key) -> Tile:
         return Tile(16 if key.kind == "decode" else 32, 32, 1, 1)  # small: its problems are
     bits, target = 8 * key.dtype.itemsize, _family(key.target)
     place = 0 if key.dim <= 64 else 1 if key.dim <= 128 else 2
-    if key.crowded and (key.kind, bits, target) in _CROWDED:
-        return _CROWDED[key.kind, bits, target][place]
     while (key.kind, bits, target) not in _TABLE:
         target = _ALIKE[target]
-    return _TABLE[key.kind, bits, target][place]
+    row = (key.kind, bits, target)
+    return (_CROWDED if key.crowded and row in _CROWDED else _TABLE)[row][place]
 
 
 def careful(kind: str, found: Tile, target: str) -> Tile:
