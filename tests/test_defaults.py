@@ -48,9 +48,10 @@ def assert_same_bits(found, ordinary, default):
 # Kinds of things, contexts, programs, what writes into the parameters of a module; and what makes a tensor out of
 # nothing, which follows the defaults as torch does.
 NO_CALLS = {
-    "Bias", "ClassStats", "ContrastStats", "Exclusion", "LabelStats", "LossStats", "OtherLabel", "PairHook", "Policy",
-    "Positions", "State", "Stats", "Support", "TopK", "alibi_slopes", "backend", "backends", "explain",
-    "init_sharpness_", "load_record", "qk_clip_", "replace_sdpa", "sinusoidal", "watch",
+    "Bias", "ClassStats", "ContrastStats", "Exclusion", "LabelStats", "LinearState", "LossStats", "OtherLabel",
+    "PairHook", "Policy", "Positions", "State", "Stats", "Support", "TopK", "WeightStats", "alibi_slopes", "backend",
+    "backends", "entropy_loss", "explain", "init_sharpness_", "load_record", "qk_clip_", "replace_sdpa", "sinusoidal",
+    "watch",
 }  # fmt: skip
 
 

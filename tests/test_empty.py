@@ -16,7 +16,10 @@ REFUSED = {
     "n_key": (*NO_TARGET, "measure_sigma"),
     "n_query": ("measure_sigma",),
     "batch": ("measure_sigma",),
-    "heads": ("measure_sigma", "attention, grouped", "scale.ScalableSoftmax", "nn.ScalableSoftmax"),
+    "heads": (
+        "measure_sigma", "attention, grouped", "scale.ScalableSoftmax", "nn.ScalableSoftmax", "scale.CriticalScale",
+        "entropy_penalty",
+    ),
     "few": ("attention, grouped", "nce_loss", "nn.NCELoss"),
     "dim": ("rotary", "info_nce_loss, queue", "score.Bilinear", "score.Additive"),
     "rows": ("fit_temperature", "uniformity"),

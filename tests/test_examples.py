@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -109,7 +110,8 @@ def test_the_benchmarks_run_and_write_json(tmp_path: Path) -> None:
     lines = tmp_path / "out.jsonl"
     out = run("-m", "benchmarks", "all", "--quick", "--threads", "1", "--json", str(lines))
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert {row["benchmark"] for row in rows} == set(QUESTIONS)
+    peered = {"trainer"} if importlib.util.find_spec("accelerate") is None else set()  # it trains somebody else's model
+    assert {row["benchmark"] for row in rows} == set(QUESTIONS) - peered
     for row in rows:
         assert row["case"] in out
         assert isinstance(row["ratio"], float)  # its value under load says nothing

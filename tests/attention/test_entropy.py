@@ -112,5 +112,6 @@ def test_mistakes_are_named():
             nn.MultiheadAttention(8, 2, attention_entropy_weight=weight)
     with pytest.raises(ShapeError, match="one per head"):
         entropy_penalty(partita.Gibbs(torch.zeros(2, 3, 1), torch.zeros(2, 3, 1)).stats(), [0.1, 0.2, 0.3])
+    pytest.importorskip("transformers")
     with pytest.raises(ValueRangeError, match="attention_entropy_weight"):
         partita.hf.register("partita_wrong", attention_entropy_weight=float("inf"))

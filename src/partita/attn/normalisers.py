@@ -183,7 +183,7 @@ def linear_attention(
                 f"Linear attention cannot hide a key from some rows only."
             )
         k = torch.where(key_mask[..., None], k, torch.zeros_like(k))
-    v = torch.cat([v, torch.ones_like(v[..., :1])], -1)  # the last column adds up to the normaliser
+    v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)  # the last column adds up to the normaliser
     before = None if state is None else torch.cat([state.moment, state.mass[..., None]], -1).to(dtype)
     if is_causal:
         if query.shape[-2] != key.shape[-2]:

@@ -121,7 +121,7 @@ def bias_growth(bias: Tensor, n0: int) -> Tensor:
     >>> bool(bias_growth(-0.1 * torch.arange(2000), 1000) < 1e-6)
     True
 
-    bias: by distance, (..., more than n0 entries).
+    bias: by distance, (..., more than n0 entries). Spec: M-ATT-9.
     """
     require(bias.shape[-1] > n0 >= 2, f"bias must reach beyond n0 = {n0} >= 2; got {bias.shape[-1]} distances.")
     short, long = (entropy(bias[..., : n0 + d].double()) for d in (-1, 1))

@@ -206,7 +206,7 @@ def _placed(name: str, piece: Tensor, whole: Tensor, rows: slice, cols: slice) -
 
 
 def _present(group: Operands | Upstream) -> dict[str, Tensor]:
-    return {f.name: t for f in fields(group) if (t := getattr(group, f.name)) is not None}
+    return {f.name: t for f in fields(group) if isinstance(t := getattr(group, f.name), Tensor)}
 
 
 # ---- one tile -------------------------------------------------------------------------------------------------------
