@@ -150,6 +150,8 @@ def test_the_search_box_finds_the_page_that_answers(opened: Any, question: str) 
     """By keyboard alone: a slash opens the search, the question is typed, the first result is the answer."""
     page = opened("index.html")
     page.keyboard.press("/")
+    ready = "!document.querySelector('.md-search-result__meta').textContent.includes('Initializing')"
+    page.wait_for_function(ready)  # a question asked before the index is there is an error of the theme's
     page.keyboard.type(question)
     first = page.locator(".md-search-result__link").first
     first.wait_for(state="attached")

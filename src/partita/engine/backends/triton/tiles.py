@@ -58,6 +58,7 @@ _TABLE = {
     ("forward", 16, "sm_100"): (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
     ("forward", 16, "gfx942"): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
     ("forward", 32, "sm_80"): (Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(32, 32, 8, 1)),
+    ("forward", 32, "sm_90"): (Tile(64, 32, 8, 2), Tile(16, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("forward", 32, "gfx942"): (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_rows", 16, "sm_80"): (Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(32, 32, 4, 1)),
     ("backward_rows", 16, "sm_90"): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 32, 4, 1)),
@@ -66,6 +67,7 @@ _TABLE = {
     ("backward_keys", 16, "sm_90"): (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "gfx942"): (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_rows", 32, "sm_80"): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
+    ("backward_rows", 32, "sm_90"): (Tile(32, 16, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("backward_rows", 32, "gfx942"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("backward_keys", 32, "sm_80"): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("backward_keys", 32, "gfx942"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
@@ -79,6 +81,7 @@ _CROWDED = {
     ("forward", 16, "sm_80"): (Tile(128, 32, 8, 2), Tile(128, 16, 8, 2), Tile(64, 32, 8, 2)),
     ("forward", 16, "sm_90"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("forward", 16, "sm_100"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+    ("forward", 32, "sm_90"): (Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(32, 32, 8, 1)),
     ("backward_rows", 16, "sm_90"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "sm_90"): (Tile(32, 64, 4, 1), Tile(16, 64, 4, 1), Tile(32, 32, 4, 1)),
 }
