@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from partita._checks import check_no_generator
 from partita.engine import autograd, backends
 from partita.engine.autograd import OPERANDS_SCHEMA, PLAN_SCHEMA, Plan
 from partita.engine.backends import tiled
 from partita.engine.request import Request
-from partita.errors import ValueRangeError
 
 __all__ = ["chosen_scores", "sample", "top"]
 
@@ -40,10 +40,7 @@ def top(request: Request, k: int, *, kernels: bool) -> tuple[Tensor, Tensor]:  #
 def sample(request: Request, generator: torch.Generator | None = None) -> Tensor:  # (*b, Q)
     """One key per row; -1 on an empty row."""
     if torch.compiler.is_compiling():
-        if generator is not None:
-            raise ValueRangeError(
-                "a compiled graph has no generator: leave it None, torch.manual_seed governs the draw."
-            )
+        check_no_generator(generator)
         plan, tensors = Plan.of(request, "")
         seed = torch.randint(1 << 62, (), device=request.query.device)
         drawn: Tensor = torch.ops.partita.sample(*tensors[:6], tensors[6:], *plan.options(), seed)
