@@ -28,24 +28,12 @@ PARTITA_INLINE Vec<double>::T log_one_to_two(Vec<double>::T x) { return log_abov
 #if defined(__AVX512F__)
 PARTITA_INLINE Vec<float>::T log_one_to_two(Vec<float>::T x) { return log_above_one<float>(x); }
 #else
-// The polynomial of `log_above_one`, for numbers whose exponent is known: x or x / 2 lies in [sqrt 1/2, sqrt 2).
+// The exponent is known: x or x / 2 lies in [sqrt 1/2, sqrt 2).
 PARTITA_INLINE Vec<float>::T log_one_to_two(Vec<float>::T x) {
   using V = Vec<float>;
   const V::T one = V::set(1.0f), root = V::set(1.41421356f), zero = V::set(0.0f);
-  const V::T e = V::where_less(root, x, one, zero), r = V::sub(V::where_less(root, x, V::mul(x, V::set(0.5f)), x), one),
-             z = V::mul(r, r);
-  V::T p = V::set(7.0376836292e-2f);
-  p = V::fma(p, r, V::set(-1.1514610310e-1f));
-  p = V::fma(p, r, V::set(1.1676998740e-1f));
-  p = V::fma(p, r, V::set(-1.2420140846e-1f));
-  p = V::fma(p, r, V::set(1.4249322787e-1f));
-  p = V::fma(p, r, V::set(-1.6668057665e-1f));
-  p = V::fma(p, r, V::set(2.0000714765e-1f));
-  p = V::fma(p, r, V::set(-2.4999993993e-1f));
-  p = V::fma(p, r, V::set(3.3333331174e-1f));
-  V::T y = V::fma(e, V::set(-2.12194440e-4f), V::mul(V::mul(p, r), z));
-  y = V::fma(z, V::set(-0.5f), y);
-  return V::fma(e, V::set(0.693359375f), V::add(r, y));
+  const V::T e = V::where_less(root, x, one, zero), r = V::sub(V::where_less(root, x, V::mul(x, V::set(0.5f)), x), one);
+  return log_from_mantissa(r, e);
 }
 #endif
 

@@ -102,17 +102,11 @@ PARTITA_INLINE typename Vec<A>::T log_above_one(typename Vec<A>::T x) {
   for (int i = 0; i < V::W; ++i) lane[i] = std::log(lane[i]);
   return V::load(lane);
 }
-#if defined(__AVX512F__)
-// x = m 2^e with m in [sqrt 1/2, sqrt 2); coefficients of log(1 + r) from Cephes, log 2 in two parts.
-template <>
-PARTITA_INLINE Vec<float>::T log_above_one<float>(Vec<float>::T x) {
+
+// log((1 + r) 2^e) with 1 + r in [sqrt 1/2, sqrt 2); coefficients of log(1 + r) from Cephes, log 2 in two parts.
+PARTITA_INLINE Vec<float>::T log_from_mantissa(Vec<float>::T r, Vec<float>::T e) {
   using V = Vec<float>;
-  const V::T one = V::set(1.0f), root = V::set(1.41421356f);
-  V::T m = _mm512_maskz_getmant_ps(0xffff, x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
-  V::T e = _mm512_maskz_getexp_ps(0xffff, x);
-  e = V::where_less(root, m, V::add(e, one), e);
-  m = V::where_less(root, m, V::mul(m, V::set(0.5f)), m);
-  const V::T r = V::sub(m, one), z = V::mul(r, r);
+  const V::T z = V::mul(r, r);
   V::T p = V::set(7.0376836292e-2f);
   p = V::fma(p, r, V::set(-1.1514610310e-1f));
   p = V::fma(p, r, V::set(1.1676998740e-1f));
@@ -125,6 +119,18 @@ PARTITA_INLINE Vec<float>::T log_above_one<float>(Vec<float>::T x) {
   V::T y = V::fma(e, V::set(-2.12194440e-4f), V::mul(V::mul(p, r), z));
   y = V::fma(z, V::set(-0.5f), y);
   return V::fma(e, V::set(0.693359375f), V::add(r, y));
+}
+
+#if defined(__AVX512F__)
+template <>
+PARTITA_INLINE Vec<float>::T log_above_one<float>(Vec<float>::T x) {
+  using V = Vec<float>;
+  const V::T one = V::set(1.0f), root = V::set(1.41421356f);
+  V::T m = _mm512_maskz_getmant_ps(0xffff, x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+  V::T e = _mm512_maskz_getexp_ps(0xffff, x);
+  e = V::where_less(root, m, V::add(e, one), e);
+  m = V::where_less(root, m, V::mul(m, V::set(0.5f)), m);
+  return log_from_mantissa(V::sub(m, one), e);
 }
 #endif
 

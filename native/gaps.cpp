@@ -53,48 +53,31 @@ struct GapWorkspace : TileWorkspace<A> {
 template <class A>
 int32_t gaps_as(const PartitaProblem& p, const PartitaGaps& g) {
   const ScoreRule<A> sc = make_score_rule<A>(p, 1.0);
-  const int64_t cuts = row_cuts<A>(p), tasks = p.B * cuts, rows = p.Q < ROW_CHUNK ? p.Q : ROW_CHUNK;
   const A* edge = static_cast<const A*>(g.edge);
-  int32_t failed = 0, not_finite = 0;
-#pragma omp parallel num_threads(p.threads) reduction(| : failed, not_finite)
-  {
-    FlushDenormals flush;
-    GapWorkspace<A> t;
-    Arena count{nullptr};
-    t.lay_out(count, rows, p.D);
-    Arena arena{static_cast<char*>(thread_workspace(count.used + 64))};
-    failed = !arena.base;
-    if (arena.base) t.lay_out(arena, rows, p.D);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = tasks - 1; i >= 0; --i) {
-      if (failed) continue;
-      const int64_t entry = i / cuts, begin = p.Q * (i % cuts) / cuts, end = p.Q * (i % cuts + 1) / cuts;
-      const auto leave = [](int64_t, int64_t) {};
-      A bad = 0;
-      for (int64_t a = begin; a < end; a += ROW_CHUNK) {
-        const int64_t n = end - a < ROW_CHUNK ? end - a : ROW_CHUNK;
-        for (int64_t r = 0; r < n; ++r) t.peak[r] = neg_inf<A>();
-        std::memset(g.count + (entry * p.Q + a) * g.edges, 0, sizeof(int64_t) * static_cast<size_t>(n * g.edges));
-        const auto find = [&](const Tile& tile) {
-          for (int r = 0; r < tile.m; ++r) {
-            A& peak = t.peak[tile.at + r];
-            peak = largest<A>(t.score + r * Block<A>::LD, tile.c, peak, bad);
-          }
-        };
-        const auto add = [&](const Tile& tile) {
-          for (int r = 0; r < tile.m; ++r) {
-            const A peak = t.peak[tile.at + r];
-            int64_t* to = g.count + t.row[tile.at + r].out * g.edges;
-            if (peak > neg_inf<A>()) count_row<A>(t.score + r * Block<A>::LD, tile.c, peak, edge, g.edges, to);
-          }
-        };
-        visit_tiles<A>(p, sc, entry, a, n, t, find, leave);
-        visit_tiles<A>(p, sc, entry, a, n, t, add, leave);
+  const auto leave = [](int64_t, int64_t) {};
+  return for_row_parts<A, GapWorkspace<A>>(p, [&](const RowPart& part, GapWorkspace<A>& t) {
+    A bad = 0;
+    const auto find = [&](const Tile& tile) {
+      for (int r = 0; r < tile.m; ++r) {
+        A& peak = t.peak[tile.at + r];
+        peak = largest<A>(t.score + r * Block<A>::LD, tile.c, peak, bad);
       }
-      not_finite |= bad != 0;
-    }
-  }
-  return failed ? NO_MEMORY : not_finite ? NOT_FINITE : FINITE;
+    };
+    const auto add = [&](const Tile& tile) {
+      for (int r = 0; r < tile.m; ++r) {
+        const A peak = t.peak[tile.at + r];
+        int64_t* to = g.count + t.row[tile.at + r].out * g.edges;
+        if (peak > neg_inf<A>()) count_row<A>(t.score + r * Block<A>::LD, tile.c, peak, edge, g.edges, to);
+      }
+    };
+    part.for_chunks([&](int64_t a, int64_t n) {
+      for (int64_t r = 0; r < n; ++r) t.peak[r] = neg_inf<A>();
+      std::memset(g.count + (part.entry * p.Q + a) * g.edges, 0, sizeof(int64_t) * static_cast<size_t>(n * g.edges));
+      visit_tiles<A>(p, sc, part.entry, a, n, t, find, leave);
+      visit_tiles<A>(p, sc, part.entry, a, n, t, add, leave);
+    });
+    return bad;
+  });
 }
 
 }  // namespace

@@ -2,8 +2,8 @@
 //
 //   sum_j = sum_i weight_i 2^(s_ij - peak_i)      over the rows that see key j
 //
-// A task is a range of rows of one entry and has sums of its own over all keys; they are added in the order of the
-// tasks, so that a result does not depend on who was first.
+// A part of the rows has sums of its own over all keys; they are added in the order of the parts, so that a result does
+// not depend on who was first.
 #include "score_tiles.h"
 
 namespace partita {
@@ -63,42 +63,21 @@ void add_rows(const PartitaProblem& p, const ScoreRule<A>& sc, const PartitaColu
   visit_tiles<A>(p, sc, entry, first, n, t, visit, flush);
 }
 
+// The parts' sums over all keys, added into the slots of their entries, a range of keys at a time.
 template <class A>
-int32_t received_as(const PartitaProblem& p, const PartitaColumns& c) {
-  const ScoreRule<A> sc = make_score_rule<A>(p);
-  const int64_t cuts = row_cuts<A>(p), tasks = p.B * cuts;
-  const SharedWorkspace shared(sizeof(A) * static_cast<size_t>(tasks * p.K) + 64);
-  A* parts = static_cast<A*>(shared.data);
-  if (!parts) return NO_MEMORY;
-  const int64_t rows = p.Q < ROW_CHUNK ? p.Q : ROW_CHUNK;
-  int32_t failed = 0, not_finite = 0;
-#pragma omp parallel num_threads(p.threads) reduction(| : failed, not_finite)
+int32_t add_parts(const PartitaProblem& p, const PartitaColumns& c, int64_t cuts, const A* parts) {
+  constexpr int64_t STEP = 1024;
+  A* sums = static_cast<A*>(c.sums);
+  int32_t not_finite = 0;
+#pragma omp parallel num_threads(p.threads) reduction(| : not_finite)
   {
     FlushDenormals flush;
-    ReceivedWorkspace<A> t;
-    Arena count{nullptr};
-    t.lay_out(count, rows, p.D);
-    Arena arena{static_cast<char*>(thread_workspace(count.used + 64))};
-    failed = !arena.base;
-    if (arena.base) t.lay_out(arena, rows, p.D);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = tasks - 1; i >= 0; --i) {  // where rows see what came before them, the last see most
-      if (failed) continue;
-      const int64_t begin = p.Q * (i % cuts) / cuts, end = p.Q * (i % cuts + 1) / cuts;
-      A* to = parts + i * p.K;
-      std::memset(to, 0, sizeof(A) * static_cast<size_t>(p.K));
-      for (int64_t a = begin; a < end; a += ROW_CHUNK)
-        add_rows<A>(p, sc, c, i / cuts, a, end - a < ROW_CHUNK ? end - a : ROW_CHUNK, t, to);
-    }
-    constexpr int64_t STEP = 1024;
 #pragma omp for schedule(static)
     for (int64_t j = 0; j < p.K; j += STEP) {
-      if (failed) continue;
       const int64_t end = j + STEP < p.K ? j + STEP : p.K;
-      A* sums = static_cast<A*>(c.sums);
       for (int64_t s = 0; s < c.slots; ++s)
         std::memset(sums + s * p.K + j, 0, sizeof(A) * static_cast<size_t>(end - j));
-      for (int64_t i = 0; i < tasks; ++i) {
+      for (int64_t i = 0; i < p.B * cuts; ++i) {
         A* to = sums + c.slot[i / cuts] * p.K;
         for (int64_t k = j; k < end; ++k) to[k] += parts[i * p.K + k];
       }
@@ -108,7 +87,23 @@ int32_t received_as(const PartitaProblem& p, const PartitaColumns& c) {
       not_finite |= probe != 0;
     }
   }
-  return failed ? NO_MEMORY : not_finite ? NOT_FINITE : FINITE;
+  return not_finite ? NOT_FINITE : FINITE;
+}
+
+template <class A>
+int32_t received_as(const PartitaProblem& p, const PartitaColumns& c) {
+  const ScoreRule<A> sc = make_score_rule<A>(p);
+  const int64_t cuts = row_cuts<A>(p);
+  const SharedWorkspace shared(sizeof(A) * static_cast<size_t>(p.B * cuts * p.K) + 64);
+  A* parts = static_cast<A*>(shared.data);
+  if (!parts) return NO_MEMORY;
+  const int32_t made = for_row_parts<A, ReceivedWorkspace<A>>(p, [&](const RowPart& part, ReceivedWorkspace<A>& t) {
+    A* to = parts + part.i * p.K;
+    std::memset(to, 0, sizeof(A) * static_cast<size_t>(p.K));
+    part.for_chunks([&](int64_t a, int64_t n) { add_rows<A>(p, sc, c, part.entry, a, n, t, to); });
+    return A(0);  // the sums are looked at when they are complete
+  });
+  return made == NO_MEMORY ? made : add_parts<A>(p, c, cuts, parts);
 }
 
 }  // namespace

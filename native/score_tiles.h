@@ -84,5 +84,41 @@ inline int64_t row_cuts(const PartitaProblem& p) {
   return few < most ? few : most > 1 ? most : 1;
 }
 
+// Rows [begin, end) of an entry; part number i of all.
+struct RowPart {
+  int64_t i, entry, begin, end;
+
+  // `work` gets the first row of each chunk, and how many there are.
+  template <class Work>
+  void for_chunks(const Work& work) const {
+    for (int64_t a = begin; a < end; a += ROW_CHUNK) work(a, end - a < ROW_CHUNK ? end - a : ROW_CHUNK);
+  }
+};
+
+// All parts of the rows of all entries, by all threads. `work` gets a part and the thread's workspace, and answers with
+// a number that is 0 unless it met a nan or inf.
+template <class A, class Workspace, class Work>
+inline int32_t for_row_parts(const PartitaProblem& p, const Work& work) {
+  const int64_t cuts = row_cuts<A>(p), rows = p.Q < ROW_CHUNK ? p.Q : ROW_CHUNK;
+  int32_t failed = 0, not_finite = 0;
+#pragma omp parallel num_threads(p.threads) reduction(| : failed, not_finite)
+  {
+    FlushDenormals flush;
+    Workspace t;
+    Arena count{nullptr};
+    t.lay_out(count, rows, p.D);
+    Arena arena{static_cast<char*>(thread_workspace(count.used + 64))};
+    failed = !arena.base;
+    if (arena.base) t.lay_out(arena, rows, p.D);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = p.B * cuts - 1; i >= 0; --i) {  // where rows see what came before them, the last see most
+      if (failed) continue;
+      const A bad = work(RowPart{i, i / cuts, p.Q * (i % cuts) / cuts, p.Q * (i % cuts + 1) / cuts}, t);
+      not_finite |= bad != 0;
+    }
+  }
+  return failed ? NO_MEMORY : not_finite ? NOT_FINITE : FINITE;
+}
+
 }  // namespace PARTITA_ISA
 }  // namespace partita

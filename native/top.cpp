@@ -43,42 +43,27 @@ inline A add_row(const A* s, const VisibleColumns& c, int64_t key, int64_t k, co
 template <class A>
 int32_t top_as(const PartitaProblem& p, const PartitaTop& to) {
   const ScoreRule<A> sc = make_score_rule<A>(p);
-  const int64_t cuts = row_cuts<A>(p), tasks = p.B * cuts, k = to.k, rows = p.Q < ROW_CHUNK ? p.Q : ROW_CHUNK;
+  const int64_t k = to.k;
   A* scores = static_cast<A*>(to.score);
-  int32_t failed = 0, not_finite = 0;
-#pragma omp parallel num_threads(p.threads) reduction(| : failed, not_finite)
-  {
-    FlushDenormals flush;
-    TileWorkspace<A> t;
-    Arena count{nullptr};
-    t.lay_out(count, rows, p.D);
-    Arena arena{static_cast<char*>(thread_workspace(count.used + 64))};
-    failed = !arena.base;
-    if (arena.base) t.lay_out(arena, rows, p.D);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = tasks - 1; i >= 0; --i) {
-      if (failed) continue;
-      const int64_t entry = i / cuts, begin = p.Q * (i % cuts) / cuts, end = p.Q * (i % cuts + 1) / cuts;
-      for (int64_t at = (entry * p.Q + begin) * k; at < (entry * p.Q + end) * k; ++at) {
-        scores[at] = neg_inf<A>();
-        to.index[at] = -1;
-      }
-      A probe = 0;
-      for (int64_t a = begin; a < end; a += ROW_CHUNK) {
-        const auto visit = [&](const Tile& tile) {
-          for (int r = 0; r < tile.m; ++r) {
-            const int64_t at = t.row[tile.at + r].out * k;
-            probe += add_row<A>(t.score + r * Block<A>::LD, tile.c, tile.key, k, {scores + at, to.index + at});
-          }
-        };
-        visit_tiles<A>(p, sc, entry, a, end - a < ROW_CHUNK ? end - a : ROW_CHUNK, t, visit, [](int64_t, int64_t) {});
-      }
-      for (int64_t at = (entry * p.Q + begin) * k; at < (entry * p.Q + end) * k; ++at)
-        scores[at] = static_cast<A>(static_cast<double>(scores[at]) * LN2);  // rounds as a peak does
-      not_finite |= probe != 0;
+  return for_row_parts<A, TileWorkspace<A>>(p, [&](const RowPart& part, TileWorkspace<A>& t) {
+    const int64_t begin = (part.entry * p.Q + part.begin) * k, end = (part.entry * p.Q + part.end) * k;
+    for (int64_t at = begin; at < end; ++at) {
+      scores[at] = neg_inf<A>();
+      to.index[at] = -1;
     }
-  }
-  return failed ? NO_MEMORY : not_finite ? NOT_FINITE : FINITE;
+    A bad = 0;
+    const auto visit = [&](const Tile& tile) {
+      for (int r = 0; r < tile.m; ++r) {
+        const int64_t at = t.row[tile.at + r].out * k;
+        bad += add_row<A>(t.score + r * Block<A>::LD, tile.c, tile.key, k, {scores + at, to.index + at});
+      }
+    };
+    part.for_chunks(
+        [&](int64_t a, int64_t n) { visit_tiles<A>(p, sc, part.entry, a, n, t, visit, [](int64_t, int64_t) {}); });
+    for (int64_t at = begin; at < end; ++at)
+      scores[at] = static_cast<A>(static_cast<double>(scores[at]) * LN2);  // rounds as a peak does
+    return bad;
+  });
 }
 
 }  // namespace

@@ -171,7 +171,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_named_before_computing(name, monkeypatch):
     call, kind, words = CASES[name]
-    monkeypatch.setattr("partita.gibbs.execute", _must_not_compute)
+    monkeypatch.setattr("partita.passes.execute", _must_not_compute)
     with pytest.raises(kind) as caught:
         call()
     message = str(caught.value)

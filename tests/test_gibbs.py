@@ -99,7 +99,7 @@ def test_a_target_shared_by_a_batch_broadcasts():
 
 def test_later_reads_are_free(monkeypatch):
     """The first reduction fills all row statistics."""
-    from partita import gibbs as module
+    from partita import passes as module
 
     p, passes, reduce = problem(7, 13), [], module.execute
     monkeypatch.setattr(module, "execute", lambda *args, **kwargs: passes.append(1) or reduce(*args, **kwargs))
@@ -111,7 +111,7 @@ def test_later_reads_are_free(monkeypatch):
 
 
 def test_a_pass_with_a_value_serves_the_row_statistics_too(monkeypatch):
-    from partita import gibbs as module
+    from partita import passes as module
 
     p, passes, reduce = problem(7, 13), [], module.execute
     monkeypatch.setattr(module, "execute", lambda *args, **kwargs: passes.append(1) or reduce(*args, **kwargs))

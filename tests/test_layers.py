@@ -29,6 +29,7 @@ LAYERS = {
     "score": 2,
     "engine": 3,
     "solve": 4,
+    "passes": 4,
     "gibbs": 4,
     "rows": 4,
     "comparison": 4,
@@ -56,7 +57,8 @@ BESIDE = {
     ("support", "terms"),
     ("scale", "terms"),
     ("scale", "support"),
-    ("gibbs", "solve"),
+    ("passes", "solve"),
+    ("gibbs", "passes"),
     ("control", "monitor"),
     ("comparison", "gibbs"),
     ("distributed", "gibbs"),
@@ -94,7 +96,7 @@ def imports(tree: ast.AST, *, nested: bool = False) -> list[tuple[str, tuple[str
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "absolute imports only"
             module, names = (node.module or "").split("."), tuple(alias.name for alias in node.names)
-            if module[0] != "partita":
+            if module[0] != "partita" or module[1:] == ["_signatures"]:  # a stub, which type checkers alone read
                 continue
             if module[1:2] == ["engine"] and module[2:3] and module[2] in TERMS:
                 found.append(("terms", names, node.lineno))

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from partita import score as score
     from partita import support as support
     from partita import theory as theory
+    from partita._signatures import attention as attention
     from partita._signatures import clip_loss as clip_loss
     from partita._signatures import cross_entropy as cross_entropy
     from partita._signatures import info_nce_loss as info_nce_loss
     from partita._signatures import linear_cross_entropy as linear_cross_entropy
     from partita._signatures import nt_xent_loss as nt_xent_loss
+    from partita._signatures import solve_scale as solve_scale
     from partita._signatures import supcon_loss as supcon_loss
-    from partita.attn import attention as attention
     from partita.attn import attention_divergence as attention_divergence
     from partita.calibration import fit_temperature as fit_temperature
     from partita.comparison import divergence as divergence
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from partita.losses import nce_loss as nce_loss
     from partita.monitor import load_record as load_record
     from partita.monitor import watch as watch
-    from partita.solve import solve_scale as solve_scale
     from partita.theory import mutual_information_bound as mutual_information_bound
 
 __version__ = "0.1.0"

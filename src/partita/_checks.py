@@ -24,6 +24,7 @@ __all__ = [
     "check_heads",
     "check_index_dtype",
     "check_matrix",
+    "check_no_generator",
     "check_pair",
     "check_positions",
     "check_positive",
@@ -267,3 +268,9 @@ def check_edges(edges: Tensor) -> None:
 def check_reduction(reduction: str) -> None:
     if reduction not in ("none", "mean", "sum"):
         raise ValueRangeError(f"reduction must be 'none', 'mean' or 'sum'; got {reduction!r}.")
+
+
+def check_no_generator(generator: torch.Generator | None) -> None:
+    """What a draw inside a graph asks of its generator."""
+    if generator is not None:
+        raise ValueRangeError("a compiled graph has no generator: leave it None, torch.manual_seed governs the draw.")

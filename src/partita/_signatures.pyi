@@ -1,11 +1,16 @@
 """The faces as type checkers see them; written by release/signatures.py, held to the functions by a test."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from partita.attn import Bias
 from partita.contrastive import ContrastStats, Exclusion, LabelStats, Queue
+from partita.engine import Stats
 from partita.losses import LossStats
+from partita.scale import Policy
+from partita.score import Score
+from partita.support import Support
 
 @overload
 def linear_cross_entropy(
@@ -268,3 +273,122 @@ def supcon_loss(
     return_stats: bool,
     group: object | None = ...,
 ) -> Tensor | tuple[Tensor, LabelStats]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | Tensor | Policy | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    support: Support | None = ...,
+    bias: Tensor | Bias | None = ...,
+    softcap: float | None = ...,
+    sink: Tensor | None = ...,
+    return_stats: Literal[False] = ...,
+    return_received: Literal[False] = ...,
+    group: object | None = ...,
+    score: Score | None = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | Tensor | Policy | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    support: Support | None = ...,
+    bias: Tensor | Bias | None = ...,
+    softcap: float | None = ...,
+    sink: Tensor | None = ...,
+    return_stats: Literal[True],
+    return_received: Literal[False] = ...,
+    group: object | None = ...,
+    score: Score | None = ...,
+) -> tuple[Tensor, Stats]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | Tensor | Policy | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    support: Support | None = ...,
+    bias: Tensor | Bias | None = ...,
+    softcap: float | None = ...,
+    sink: Tensor | None = ...,
+    return_stats: bool,
+    return_received: Literal[False] = ...,
+    group: object | None = ...,
+    score: Score | None = ...,
+) -> Tensor | tuple[Tensor, Stats]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | Tensor | Policy | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    support: Support | None = ...,
+    bias: Tensor | Bias | None = ...,
+    softcap: float | None = ...,
+    sink: Tensor | None = ...,
+    return_stats: bool = ...,
+    return_received: Literal[True],
+    group: object | None = ...,
+    score: Score | None = ...,
+) -> tuple[Any, ...]: ...
+@overload
+def solve_scale(
+    query: Tensor,
+    key: Tensor,
+    *,
+    entropy: float | Tensor | None = ...,
+    width: float | Tensor | None = ...,
+    support: Support | None = ...,
+    bias: Tensor | None = ...,
+    grouped: bool = ...,
+    score: Score | None = ...,
+    return_reached: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def solve_scale(
+    query: Tensor,
+    key: Tensor,
+    *,
+    entropy: float | Tensor | None = ...,
+    width: float | Tensor | None = ...,
+    support: Support | None = ...,
+    bias: Tensor | None = ...,
+    grouped: bool = ...,
+    score: Score | None = ...,
+    return_reached: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def solve_scale(
+    query: Tensor,
+    key: Tensor,
+    *,
+    entropy: float | Tensor | None = ...,
+    width: float | Tensor | None = ...,
+    support: Support | None = ...,
+    bias: Tensor | None = ...,
+    grouped: bool = ...,
+    score: Score | None = ...,
+    return_reached: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...

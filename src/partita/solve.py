@@ -11,18 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, overload
 
 import torch
 from torch import Tensor, library
 
 from partita import _checks
 from partita.engine import State
-from partita.engine.disjoint import visible as visible_keys
 from partita.engine.execute import execute
 from partita.engine.pairs import Pairs
 from partita.engine.request import Request, build
-from partita.engine.terms import Term, pack, unpack
+from partita.engine.terms import pack, unpack
 from partita.errors import ShapeError, ValueRangeError
 from partita.precision import product
 from partita.score import InnerProduct, Score
@@ -37,32 +35,6 @@ _GRID = 31  # scales tried from _SMALL to _REACH: steps of a factor 1.7
 _REACH = 1e4  # the cap: scores spread over this many nats are as one-hot as they get
 
 
-@overload
-def solve_scale(
-    query: Tensor,
-    key: Tensor,
-    *,
-    entropy: float | Tensor | None = None,
-    width: float | Tensor | None = None,
-    support: Support | None = None,
-    bias: Tensor | None = None,
-    grouped: bool = False,
-    score: Score | None = None,
-    return_reached: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def solve_scale(
-    query: Tensor,
-    key: Tensor,
-    *,
-    entropy: float | Tensor | None = None,
-    width: float | Tensor | None = None,
-    support: Support | None = None,
-    bias: Tensor | None = None,
-    grouped: bool = False,
-    score: Score | None = None,
-    return_reached: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
 def solve_scale(
     query: Tensor,  # (..., n_query, dim)
     key: Tensor,  # (..., n_key, dim)
@@ -108,11 +80,7 @@ def solve_scale(
         if torch.compiler.is_compiling():
             raise ValueRangeError("inside a graph a scale is solved for scores that are inner products, no others.")
         pairs.check(rows)
-    terms = rows.terms
-    if rows.bias is not None:
-        shown = Term(mask=rows.bias != -torch.inf)
-        terms = tuple(term & shown for term in terms) or (shown,)
-    count = visible_keys(terms, rows.n_query, rows.n_key, rows.batch, query.device).to(rows.dtype)
+    count = rows.visible()
     target = _target(entropy, width, rows.ungroup(count)).reshape(count.shape)
     split = replace(rows, groups=1)  # the heads of grouped queries stay apart, as the count has them
     solved, reached = _solve(split, target.detach(), count)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
+from partita._checks import check_no_generator
 from partita.attn.problem import Problem
 from partita.attn.rows import states_by_rows
 from partita.engine import State
@@ -52,10 +53,7 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
     None while tracing: a graph has no seed to remember, it replays torch's own random numbers.
     """
     if torch.compiler.is_compiling():
-        if generator is not None:
-            raise ValueRangeError(
-                "a compiled graph has no generator: leave it None, torch.manual_seed governs the draw."
-            )
+        check_no_generator(generator)
         return None
     return int(torch.randint(1 << 62, (), device=device, generator=generator).item())
 

@@ -13,6 +13,7 @@ from partita import support as supports
 from partita._checks import check_heads, check_matrix
 from partita.attn.bias import Bias
 from partita.attn.rows import KeysOf, RowsOf, blocks
+from partita.engine.axes import Sides
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.scale import Policy, TargetEntropy
@@ -81,7 +82,7 @@ def _ingredients(
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(Sides):
     query: Tensor  # (..., heads, n_query, dim)
     key: Tensor  # (..., heads, n_key, dim)
     scale: float | Tensor | Policy
@@ -97,14 +98,6 @@ class Problem:
         scale, support, bias, rule = _ingredients(query, key, options)
         softcap, grouped = options.get("softcap"), options.get("enable_gqa", False)
         return Problem(query, key, scale, support, bias, rule, softcap, grouped, options.get("score"))
-
-    @property
-    def n_query(self) -> int:
-        return self.query.shape[-2]
-
-    @property
-    def n_key(self) -> int:
-        return self.key.shape[-2]
 
     def gibbs(self) -> Gibbs:
         """The distribution of all rows; a rule is written out."""

@@ -87,18 +87,21 @@ class Rotary(Positions):
 
 
 @dataclass(frozen=True, repr=False)
-class NTK(Positions):
-    """A larger base: w_k = (base * factor^(dim / (dim - 2)))^(-2k/dim), slowest pairs slowed by factor, fastest kept.
-
-    >>> NTK(4.0, base=100.0).frequencies(4)  # the last one is a quarter of 0.1
-    tensor([1.0000, 0.0250], dtype=torch.float64)
-    """
-
+class _Stretched(Positions):
     factor: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("factor", self.factor)
+
+
+@dataclass(frozen=True, repr=False)
+class NTK(_Stretched):
+    """A larger base: w_k = (base * factor^(dim / (dim - 2)))^(-2k/dim), slowest pairs slowed by factor, fastest kept.
+
+    >>> NTK(4.0, base=100.0).frequencies(4)  # the last one is a quarter of 0.1
+    tensor([1.0000, 0.0250], dtype=torch.float64)
+    """
 
     def changed(self, own: Tensor, base: float) -> Tensor:
         last = max(own.shape[0] - 1, 1)
@@ -107,25 +110,19 @@ class NTK(Positions):
 
 
 @dataclass(frozen=True, repr=False)
-class Interpolated(Positions):
+class Interpolated(_Stretched):
     """Positions divided by a factor: w_k / factor.
 
     >>> Interpolated(4.0, base=100.0).frequencies(4)
     tensor([0.2500, 0.0250], dtype=torch.float64)
     """
 
-    factor: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("factor", self.factor)
-
     def changed(self, own: Tensor, base: float) -> Tensor:
         return own / self.factor
 
 
 @dataclass(frozen=True, repr=False)
-class YaRN(Positions):
+class YaRN(_Stretched):
     """Pairs that turn often within the trained length stay, those that do not turn once are interpolated (2309.00071).
 
         w_k = (1 - ramp_k) w_k + ramp_k w_k / factor          amplitude = 0.1 log(factor) + 1
@@ -135,7 +132,6 @@ class YaRN(Positions):
     the scale policy.
     """
 
-    factor: float
     trained: int
     fast: float = 32.0
     slow: float = 1.0
@@ -143,7 +139,6 @@ class YaRN(Positions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("factor", self.factor)
         check_whole("trained", self.trained, least=2)
         check_positive("slow", self.slow)
         if not self.fast > self.slow:

@@ -107,8 +107,7 @@ def turned_attention(
         n_query, n_key = query.shape[-2], key.shape[-2]
         own, keys = _places(where, n_query, query.device), torch.arange(n_key, device=key.device)
         q, k = turning(query, own), turning(key, keys)
-        # the type of the result follows return_stats, which is not known here
-        out: Tensor | tuple[Tensor, Stats] = attention(q, k, value, sink=sink, return_stats=return_stats, **options)  # type: ignore[call-overload]
+        out: Tensor | tuple[Tensor, Stats] = attention(q, k, value, sink=sink, return_stats=return_stats, **options)
         return out
     problem = _problem(query, key, options)
     states = [

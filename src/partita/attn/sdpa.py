@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,64 +26,6 @@ from partita.support import Support
 __all__ = ["attention", "finish"]
 
 
-@overload
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | Tensor | Policy | None = None,
-    enable_gqa: bool = False,
-    *,
-    support: Support | None = None,
-    bias: Tensor | Bias | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    return_stats: Literal[False] = False,
-    group: object | None = None,
-    score: Score | None = None,
-) -> Tensor: ...
-@overload
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | Tensor | Policy | None = None,
-    enable_gqa: bool = False,
-    *,
-    support: Support | None = None,
-    bias: Tensor | Bias | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    return_stats: Literal[True],
-    group: object | None = None,
-    score: Score | None = None,
-) -> tuple[Tensor, Stats]: ...
-@overload
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | Tensor | Policy | None = None,
-    enable_gqa: bool = False,
-    *,
-    support: Support | None = None,
-    bias: Tensor | Bias | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    return_stats: bool = False,
-    return_received: Literal[True],
-    group: object | None = None,
-    score: Score | None = None,
-) -> tuple[Any, ...]: ...
 @overridable
 def attention(
     query: Tensor,  # (..., heads, n_query, dim)

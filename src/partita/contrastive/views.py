@@ -8,15 +8,7 @@ from torch import Tensor
 from partita import _checks
 from partita import support as supports
 from partita._overrides import overridable
-from partita.contrastive.candidates import (
-    Bank,
-    agree,
-    check_pairs,
-    of_other_labels,
-    positive_score,
-    prepare,
-    resolve_scale,
-)
+from partita.contrastive import candidates
 from partita.contrastive.readout import ContrastStats, LabelStats, per_row, readout, similarity_moments, width_of
 from partita.engine import State, Stats
 from partita.engine.sums import Sums
@@ -51,12 +43,12 @@ def nt_xent_loss(
     processes = processes_of(group)
     with processes.checks():
         _checks.check_reduction(reduction)
-        check_pairs(out0, out1, ("out0", "out1"))
-        anchors = torch.cat([prepare("out0", out0, True), prepare("out1", out1, True)])
-        scale = resolve_scale(temperature, None, len(anchors), out0.dtype)
+        candidates.check_pairs(out0, out1, ("out0", "out1"))
+        anchors = torch.cat([candidates.prepare("out0", out0, True), candidates.prepare("out1", out1, True)])
+        scale = candidates.resolve_scale(temperature, None, len(anchors), out0.dtype)
         processes.probe(anchors, anchors, scale)
     given = {"out0 and out1": anchors}
-    processes = agree(processes, "nt_xent_loss", given, scale, (reduction, return_stats))
+    processes = candidates.agree(processes, "nt_xent_loss", given, scale, (reduction, return_stats))
     other = torch.arange(len(anchors), device=anchors.device).roll(len(out0))
     sums = processes.sums(
         anchors,
@@ -79,9 +71,11 @@ def _two_views(
     n = len(anchors) // 2
     window = supports.window
     rest = window(None, -n - 1) | window(n - 1, -1) | window(-1, n - 1) | window(-n - 1, None)
-    bank = Bank(anchors, rest, processes=processes)
-    positive = positive_score(anchors, anchors[other], 1.0)
-    moments = similarity_moments([bank], anchors, positive, [positive_score(anchors, anchors, 1.0), positive])
+    bank = candidates.Bank(anchors, rest, processes=processes)
+    positive = candidates.positive_score(anchors, anchors[other], 1.0)
+    moments = similarity_moments(
+        [bank], anchors, positive, [candidates.positive_score(anchors, anchors, 1.0), positive]
+    )
     assert sums.rank is not None
     nll = sums.nll()
     vectors = anchors, anchors[other]
@@ -119,17 +113,17 @@ def supcon_loss(
             raise ShapeError("ref_emb and ref_labels belong together: give both or neither.")
         if ref_emb is not None and ref_labels is not None:
             _check_labels("ref_emb", ref_emb, "ref_labels", ref_labels)
-        x = prepare("embeddings", embeddings, True)
-        scale = resolve_scale(temperature, None, len(x), x.dtype)
+        x = candidates.prepare("embeddings", embeddings, True)
+        scale = candidates.resolve_scale(temperature, None, len(x), x.dtype)
         if ref_emb is None or ref_labels is None:
             keys, key_labels, support = x, labels, supports.not_self()
         else:
-            keys, key_labels, support = prepare("ref_emb", ref_emb, True), ref_labels, None
+            keys, key_labels, support = candidates.prepare("ref_emb", ref_emb, True), ref_labels, None
         _checks.check_device(("embeddings", "labels", "ref_labels"), (x, labels, key_labels))
         processes.probe(x, keys, scale)
     given = {"embeddings": embeddings, "ref_emb": ref_emb}
     options = (reduction, return_stats, ref_emb is None)
-    processes = agree(processes, "supcon_loss", given, scale, options, (len(x), len(keys)))
+    processes = candidates.agree(processes, "supcon_loss", given, scale, options, (len(x), len(keys)))
     state = processes.sums(x, keys, scale, support=support, kind=1, statistics=return_stats).state
     total, count = _label_sums(x, labels, keys, key_labels, processes)
     if ref_emb is None:
@@ -141,12 +135,12 @@ def supcon_loss(
     loss = processes.reduce(rows, reduction, has.sum().to(rows.dtype)).to(loss_dtype(embeddings))
     if not return_stats:
         return loss
-    bank = of_other_labels(keys, labels.long(), key_labels.long(), 0.0, processes, 1)
+    bank = candidates.of_other_labels(keys, labels.long(), key_labels.long(), 0.0, processes, 1)
     return loss, _many_positives(state, rows, count, bank, x, scale)
 
 
 def _many_positives(
-    state: State, rows: Tensor, count: Tensor, bank: Bank, x: Tensor, scale: float | Tensor
+    state: State, rows: Tensor, count: Tensor, bank: candidates.Bank, x: Tensor, scale: float | Tensor
 ) -> LabelStats:
     """An anchor is right if its best candidate is no negative."""
     with torch.no_grad():

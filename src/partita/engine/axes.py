@@ -11,9 +11,24 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["align", "cut_entries", "offsets", "split_heads"]
+__all__ = ["Sides", "align", "cut_entries", "offsets", "split_heads"]
 
 _CACHED = 4096  # entries of an offset table that is kept for the next call
+
+
+class Sides:
+    """Abstract: whatever holds queries (..., n_query, dim) and keys (..., n_key, dim)."""
+
+    query: Tensor
+    key: Tensor
+
+    @property
+    def n_query(self) -> int:
+        return self.query.shape[-2]
+
+    @property
+    def n_key(self) -> int:
+        return self.key.shape[-2]
 
 
 def align(tensor: Tensor, n_batch: int, tail: int) -> Tensor:

@@ -9,26 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.engine.axes import align, split_heads
+from partita.engine.axes import Sides, align, split_heads
+from partita.engine.disjoint import visible as visible_keys
 from partita.engine.terms import Term
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.precision import accumulation_dtype, autocasts, output_dtype
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from partita.engine.pairs import Pairs
     from partita.support import Support
 
-__all__ = ["Request", "build", "check_values", "extend"]
+__all__ = ["Reads", "Request", "build", "check_values", "extend"]
+
+
+class Reads(TypedDict, total=False):
+    """What a pass shall find out; each is a field of a request, which says what it is and what it is unless given."""
+
+    rank: bool
+    statistics: bool
+    variance: bool
+    mean: bool
+    extremes: bool
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class Request(Sides):
     query: Tensor  # (*b, Q, D)
     key: Tensor  # (*b, K, D)
     value: Tensor | None  # (*b, K, V)
@@ -47,14 +60,6 @@ class Request:
     as_query: bool = False  # and may lie in memory as the query does, as torch's own attention gives it
     last: bool = False  # no backward pass follows, which would need the same scores to the last bit
     pairs: Pairs | None = None  # a score that is no inner product
-
-    @property
-    def n_query(self) -> int:
-        return self.query.shape[-2]
-
-    @property
-    def n_key(self) -> int:
-        return self.key.shape[-2]
 
     @property
     def level(self) -> int:
@@ -81,6 +86,14 @@ class Request:
         terms = tuple(term.align(n_batch) for term in self.terms)
         query, key, scale = align(self.query, n_batch, 2), align(self.key, n_batch, 2), align(self.scale, n_batch, 1)
         return replace(self, query=query, key=key, scale=scale, bias=bias, terms=terms)
+
+    def visible(self) -> Tensor:  # (*b, Q), accumulation dtype
+        """Keys each row may see, before any pass: closed form for supports; a bias of -inf is looked at."""
+        terms = self.terms
+        if self.bias is not None:
+            shown = Term(mask=self.bias != -torch.inf)
+            terms = tuple(term & shown for term in terms) or (shown,)
+        return visible_keys(terms, self.n_query, self.n_key, self.batch, self.query.device).to(self.dtype)
 
     def ungroup(self, rows: Tensor, tail: int = 0) -> Tensor:
         """Row results with the heads in one dimension again; `tail` dimensions follow the rows."""
@@ -147,11 +160,7 @@ def extend(
     *,
     value: Tensor | None = None,
     target: Tensor | None = None,
-    rank: bool = False,
-    statistics: bool = True,
-    variance: bool = True,
-    mean: bool = False,
-    extremes: bool = False,
+    **reads: Unpack[Reads],
 ) -> Request | None:
     """The same request with a value or a target; None if they have more batch dimensions than it."""
     n_batch = request.query.dim() - 2 - (request.groups > 1)
@@ -173,8 +182,7 @@ def extend(
     named += [("value", value.shape[:-2])] if value is not None else []
     named += [("target", target.shape[:-1])] if target is not None else []
     _checks.broadcast_batch(named)
-    request = replace(request, value=value, target=target, rank=rank, statistics=statistics, variance=variance)
-    return replace(request, mean=mean, as_query=mean, extremes=extremes)
+    return replace(request, value=value, target=target, as_query=reads.get("mean", False), **reads)
 
 
 def _check_value(value: Tensor, request: Request) -> None:

@@ -3,25 +3,27 @@
     top      the k largest scores and their keys
     sample   argmax_j (s_j - log waiting_j), waiting ~ Exp(1): a key drawn from p (the Gumbel-max rule)
 
-No gradient. Both look at tiles of scores, whose number depends on sizes, and both are operators where somebody traces:
-`partita::top` and `partita::sample` are one node each. A graph has no generator: a draw inside one takes its seed from
-torch's own random numbers, which a graph can have.
+Neither has a gradient; `chosen_scores` makes the scores of what was chosen once more, with one. Both look at tiles of
+scores, whose number depends on sizes, and both are operators where somebody traces: `partita::top` and
+`partita::sample` are one node each. A graph has no generator: a draw inside one takes its seed from torch's own random
+numbers, which a graph can have.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, library
 
+from partita._checks import check_no_generator
 from partita.engine import autograd, backends
 from partita.engine.autograd import OPERANDS_SCHEMA, PLAN_SCHEMA, Plan
 from partita.engine.backends import tiled
 from partita.engine.request import Request
-from partita.errors import ValueRangeError
 
-__all__ = ["sample", "top"]
+__all__ = ["chosen_scores", "sample", "top"]
 
 
 @torch.no_grad()
@@ -38,10 +40,7 @@ def top(request: Request, k: int, *, kernels: bool) -> tuple[Tensor, Tensor]:  #
 def sample(request: Request, generator: torch.Generator | None = None) -> Tensor:  # (*b, Q)
     """One key per row; -1 on an empty row."""
     if torch.compiler.is_compiling():
-        if generator is not None:
-            raise ValueRangeError(
-                "a compiled graph has no generator: leave it None, torch.manual_seed governs the draw."
-            )
+        check_no_generator(generator)
         plan, tensors = Plan.of(request, "")
         seed = torch.randint(1 << 62, (), device=request.query.device)
         drawn: Tensor = torch.ops.partita.sample(*tensors[:6], tensors[6:], *plan.options(), seed)
@@ -126,3 +125,28 @@ def _(*arguments: Any) -> Tensor:
 def _(*arguments: Any) -> Tensor:
     r, _ = _read(arguments)
     return r.query.new_empty((*r.batch, r.n_query), dtype=torch.int64)
+
+
+def chosen_scores(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
+    """Scores of chosen keys, differentiable; the keys are gathered."""
+    batch, (n, k) = request.batch, index.shape[-2:]
+    if not request.n_key:  # nothing to choose from: a key of zeros stands in, so that its gradient is 0 and not absent
+        pad = torch.nn.functional.pad
+        bias = None if request.bias is None else pad(request.bias[..., :0], (0, 1))
+        request = replace(request, key=pad(request.key, (0, 0, 0, 1)), bias=bias)
+    key = request.key.expand(*batch, *request.key.shape[-2:]).to(request.dtype)
+    flat = index.reshape(*batch, n * k, 1).expand(*batch, n * k, key.shape[-1])
+    chosen = key.gather(-2, flat).unflatten(-2, (n, k))
+    query = request.query.to(request.dtype)
+    if request.pairs is None:
+        score = ((query * request.scale[..., None])[..., None, :] * chosen).sum(-1)
+    else:
+        score = request.pairs(query[..., None, :], chosen).squeeze(-2) * request.scale[..., None]
+    bias = None
+    if request.bias is not None:
+        bias = request.bias.expand(*batch, n, request.n_key).gather(-1, index).to(score.dtype)
+    if request.softcap is not None:
+        before, bias = (bias, None) if request.cap_bias else (None, bias)
+        score = request.softcap * torch.tanh((score if before is None else score + before) / request.softcap)
+    out: Tensor = score if bias is None else score + bias
+    return out

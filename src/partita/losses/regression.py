@@ -22,12 +22,7 @@ __all__ = ["gaussian_nll_loss", "laplace_nll_loss"]
 
 
 def gaussian_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    scale: float | Tensor = 1.0,
-    *,
-    constant: bool = True,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, scale: float | Tensor = 1.0, *, constant: bool = True, reduction: str = "mean"
 ) -> Tensor:
     """Negative log-likelihood of a target with Gaussian noise around the input: squared error, with its scale.
 
@@ -42,20 +37,13 @@ def gaussian_nll_loss(
     scale: the standard deviation, positive; a number, or broadcastable to the input.
     constant: add log sqrt(2 pi), so that losses of different noise compare.
     """
-    check_reduction(reduction)
-    gap, spread = _residual(input, target, scale)
+    gap, spread = _residual(input, target, scale, reduction)
     rows = (gap / spread).square() / 2 + spread.log()
-    rows = rows + 0.5 * math.log(2 * math.pi) if constant else rows
-    return reduce_rows(rows.expand_as(gap), reduction).to(loss_dtype(input))
+    return _reduced(rows + 0.5 * math.log(2 * math.pi) if constant else rows, gap, reduction, input)
 
 
 def laplace_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    scale: float | Tensor = 1.0,
-    *,
-    constant: bool = True,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, scale: float | Tensor = 1.0, *, constant: bool = True, reduction: str = "mean"
 ) -> Tensor:
     """Negative log-likelihood of a target with Laplace noise around the input: absolute error, with its scale.
 
@@ -69,15 +57,18 @@ def laplace_nll_loss(
 
     constant: add log 2, so that losses of different noise compare.
     """
-    check_reduction(reduction)
-    gap, spread = _residual(input, target, scale)
+    gap, spread = _residual(input, target, scale, reduction)
     rows = gap.abs() / spread + spread.log()
-    rows = rows + math.log(2) if constant else rows
+    return _reduced(rows + math.log(2) if constant else rows, gap, reduction, input)
+
+
+def _reduced(rows: Tensor, gap: Tensor, reduction: str, input: Tensor) -> Tensor:
     return reduce_rows(rows.expand_as(gap), reduction).to(loss_dtype(input))
 
 
-def _residual(input: Tensor, target: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
-    """input - target and the scale, in float32 or better."""
+def _residual(input: Tensor, target: Tensor, scale: float | Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+    """input - target and the scale, in float32 or better; everything is checked here."""
+    check_reduction(reduction)
     check_float("input", input)
     check_float("target", target)
     check_device(("input", "target"), (input, target))

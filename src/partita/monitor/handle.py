@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from partita.monitor import compiled
 from partita.monitor.coverage import Coverage, coverage, expected
-from partita.monitor.findings import Thresholds
 from partita.monitor.functions import FunctionMode, in_backward
 from partita.monitor.in_graph import Graphs
 from partita.monitor.live import LiveLine
@@ -34,6 +33,7 @@ _REPLAY = threading.local()  # whose second run of a module this is: others have
 class Watch(Reading):
     """Observes while it is attached: from construction until `detach`, or for the time of a `with` block.
 
+    Made by `partita.watch`, whose arguments it takes.
     It sees the calls of the thread that attached it. Losses called outside the model's forward are seen inside a `with`
     block only.
     """
@@ -42,26 +42,16 @@ class Watch(Reading):
         self,
         model: nn.Module,
         *,
-        every: int = 1,
-        rows: int | None = None,
-        layers: Iterable[int | str] | int | str | None = None,
-        maps: Sequence[tuple[int, int]] = (),
-        sinks: Sequence[Any] = (),
-        thresholds: Thresholds | dict[str, float] | None = None,
         title: str | None = None,
-        kernel: str = "own",
-        received: bool = False,
         live: bool = False,
+        **asked: Any,  # of `options`
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch takes a torch.nn.Module; got {type(model).__name__}.")
         inside = compiled.unwrap(model)
         self._roll = Roll(inside)
-        self.options = options(
-            inside, self._roll.names(), every=every, rows=rows, layers=layers, maps=maps, sinks=sinks,
-            thresholds=thresholds, kernel=kernel, received=received,
-        )  # fmt: skip
-        self.thresholds, self.kernel = self.options.thresholds, kernel
+        self.options = options(inside, self._roll.names(), **asked)
+        self.thresholds, self.kernel = self.options.thresholds, self.options.kernel
         if live:
             self.options.sinks.append(LiveLine(self.thresholds))
         self.model = inside
@@ -334,32 +324,12 @@ class Watch(Reading):
             more.append(compiled.SKIPPED)
         if self._lacking is not None:
             more.append(compiled.not_followed(self._lacking))
-        if self._graphs.silent:
-            more.append(compiled.SILENT)
-        inside = sorted(self._graphs.seen & self.observer.seen)
-        if inside:
-            found["in_graphs"] = inside
-            more.append(f"{len(inside)} of them inside graphs of torch.compile")
-        if self._graphs.unseen:
-            more.append(f"losses not seen, because objects are no part of a graph: {', '.join(self._graphs.unseen)}")
+        more += self._graphs.remarks(found, self.observer.seen)
         if compiled.loaded() and not self._called:
             more.append(compiled.NOT_SEEN)
         if self._elsewhere:
             more.append(f"{self._elsewhere} calls in other threads were not seen")
-        if self.observer.layers and not any(
-            self.options.chosen(layer, name) for name, layer in self.observer.layers.items()
-        ):
-            more.append(
-                f"nothing recorded: layers={self.options.layers!r} chose none of {len(self.observer.layers)} layers"
-            )
-        if self.observer.errors:
-            found["errors"] = dict(self.observer.errors)
-            more += [f"{n} calls could not be observed ({e})" for e, n in self.observer.errors.items()]
-        if self.observer.buffer.impossible:
-            found["impossible"] = [str(one) for one in self.observer.buffer.impossible[:20]]
-            more.append(
-                f"a fault of partita: {len(self.observer.buffer.impossible)} numbers that cannot be were left out"
-            )
+        more += self.observer.remarks(found)
         found["text"] = "; ".join([found["text"], *more])
         return found
 

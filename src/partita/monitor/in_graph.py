@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from partita import Stats
 from partita.engine.terms import Term, unpack
 from partita.interception import named
+from partita.monitor.compiled import SILENT
+from partita.monitor.coverage import Coverage
 from partita.monitor.losses import FACES
 from partita.monitor.modules import Frame, Roll, stacks_layers
 from partita.monitor.operator import Site
@@ -67,6 +69,16 @@ class Graphs:
 
     def pass_over(self) -> None:
         self.silent = True
+
+    def remarks(self, found: Coverage, seen: set[str]) -> list[str]:
+        """What to say of graphs beside the coverage, of all modules seen; those seen inside graphs are added to it."""
+        more = [SILENT] if self.silent else []
+        if inside := sorted(self.seen & seen):
+            found["in_graphs"] = inside
+            more.append(f"{len(inside)} of them inside graphs of torch.compile")
+        if self.unseen:
+            more.append(f"losses not seen, because objects are no part of a graph: {', '.join(self.unseen)}")
+        return more
 
     def _read(self, about: Any, root: nn.Module) -> None:
         """What a graph says of itself, once."""

@@ -14,6 +14,7 @@ import torch
 from partita.monitor import measure
 from partita.monitor.accumulator import Accumulator
 from partita.monitor.buffer import StepBuffer
+from partita.monitor.coverage import Coverage
 from partita.monitor.losses import Numbers
 from partita.monitor.modules import Frame, is_attention, named_cross, padding
 from partita.monitor.options import Options
@@ -48,6 +49,19 @@ class Observer:
     def map_bytes(self) -> int:
         """What the attention maps of one step would have taken."""
         return max(self._largest, self._map_bytes)
+
+    def remarks(self, found: Coverage) -> list[str]:
+        """What went wrong, or was not asked for, beside the coverage; details are added to it."""
+        more = []
+        if self.layers and not any(self.options.chosen(layer, name) for name, layer in self.layers.items()):
+            more.append(f"nothing recorded: layers={self.options.layers!r} chose none of {len(self.layers)} layers")
+        if self.errors:
+            found["errors"] = dict(self.errors)
+            more += [f"{n} calls could not be observed ({e})" for e, n in self.errors.items()]
+        if wrong := self.buffer.impossible:
+            found["impossible"] = [str(one) for one in wrong[:20]]
+            more.append(f"a fault of partita: {len(wrong)} numbers that cannot be were left out")
+        return more
 
     def begin_forward(self) -> None:
         self._calls.clear()

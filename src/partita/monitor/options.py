@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +42,16 @@ def options(
     model: nn.Module,
     names: Sequence[str],
     *,
-    every: int,
-    rows: int | None,
-    layers: Iterable[int | str] | int | str | None,
-    maps: Sequence[tuple[int, int]],
-    sinks: Sequence[Any],
-    thresholds: Thresholds | dict[str, float] | None,
-    kernel: str,
+    every: int = 1,
+    rows: int | None = None,
+    layers: Any = None,
+    maps: Any = (),
+    sinks: Any = (),
+    thresholds: Thresholds | dict[str, float] | None = None,
+    kernel: str = "own",
     received: bool = False,
 ) -> Options:
-    """Every argument but the model and the title; `names` are those of its modules."""
+    """What `watch` was asked for, of whatever type it came, but the title; `names` are those of the model's modules."""
     if not _whole(every) or every < 1:
         raise ValueError(f"every must be a whole number of steps, at least 1; got {every!r}.")
     if rows is not None and (not _whole(rows) or rows < 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 from partita.monitor.findings import Finding, Series, Thresholds, last, median
 from partita.monitor.record import Record
@@ -29,69 +29,67 @@ def broken_loss(record: Record, series: Series, limits: Thresholds) -> Iterator[
 
 def contrast(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
     for name in dict.fromkeys(r["name"] for r in record.losses if r.get("type") == "contrastive"):
-        rows = [r for r in record.losses if r["name"] == name]
+        yield from _of_one_loss(record, name, limits)
 
-        def column(key: str, rows: list[dict[str, Any]] = rows) -> list[float]:
-            return [float(r[key]) for r in rows if r.get(key) is not None and math.isfinite(float(r[key]))]
 
-        where = f"loss {name}"
-        norms = [median(last(column(k))) for k in ("norm_query", "norm_key") if column(k)]
-        off = [n for n in norms if abs(n - 1) > limits.norm_tolerance]
-        if off:
-            yield Finding(
-                "warning",
-                "NOT_NORMALISED",
-                where,
-                f"vectors have norm {', '.join(f'{n:.2f}' for n in norms)}",
-                "The scale then mixes with the norm: the temperature does not mean what it says.",
-                "normalise both sides, or pass normalize=True.",
-                "high",
-                f"| |x| - 1 | > {limits.norm_tolerance:g}",
-                (),
-                tuple(column("norm_query"))[-48:],
-            )
-        candidates, negatives = median(last(column("candidates"))), median(last(column("effective_negatives")))
-        if candidates >= limits.negatives_least and negatives < limits.negatives * (candidates - 1):
-            yield Finding(
-                "warning",
-                "EFFECTIVE_NEGATIVES_LOW",
-                where,
-                f"{negatives:.1f} of {candidates - 1:.0f} negatives carry the gradient",
-                "A few hard (or false) negatives decide every step; the rest of the batch is wasted.",
-                "a higher temperature, or a look at near-duplicates in the batch.",
-                "medium",
-                f"effective / negatives < {limits.negatives:g}",
-                (),
-                tuple(column("effective_negatives"))[-48:],
-            )
-        bound, cap = median(last(column("bound"))), median(last(column("cap")))
-        if cap > 0 and bound > limits.saturation * cap:
-            yield Finding(
-                "info" if record.frozen else "warning",  # nothing is learning from it
-                "MI_SATURATED",
-                where,
-                f"mutual-information bound {bound:.2f} of at most log N = {cap:.2f} nats",
-                "The bound cannot grow further with this many candidates: the loss no longer measures progress.",
-                "more candidates (larger batch, gathered across ranks) or harder ones.",
-                "high",
-                f"bound / log N > {limits.saturation:g}",
-                (),
-                tuple(column("bound"))[-48:],
-            )
-        scale = median(last(column("scale")))
-        if abs(scale - limits.scale_cap) <= 0.01 * limits.scale_cap:  # beyond it nobody has clamped anything
-            yield Finding(
-                "warning",
-                "SCALE_AT_CAP",
-                where,
-                f"scale {scale:.1f} at its cap {limits.scale_cap:g}",
-                "The learned scale wants to be sharper than it may; its gradient is cut off.",
-                "check for duplicates, then raise the cap or fix the scale.",
-                "medium",
-                f"scale within 1 % of {limits.scale_cap:g}",
-                (),
-                tuple(column("scale"))[-48:],
-            )
+def _of_one_loss(record: Record, name: str, limits: Thresholds) -> Iterator[Finding]:
+    rows = [r for r in record.losses if r["name"] == name]
+
+    def column(key: str) -> list[float]:
+        return [float(r[key]) for r in rows if r.get(key) is not None and math.isfinite(float(r[key]))]
+
+    def finding(
+        code: str, evidence: str, meaning: str, action: str, confidence: str, limit: str, *, shows: str
+    ) -> Finding:
+        picture = tuple(column(shows))[-48:]
+        return Finding("warning", code, f"loss {name}", evidence, meaning, action, confidence, limit, (), picture)
+
+    norms = [median(last(column(k))) for k in ("norm_query", "norm_key") if column(k)]
+    off = [n for n in norms if abs(n - 1) > limits.norm_tolerance]
+    if off:
+        yield finding(
+            "NOT_NORMALISED",
+            f"vectors have norm {', '.join(f'{n:.2f}' for n in norms)}",
+            "The scale then mixes with the norm: the temperature does not mean what it says.",
+            "normalise both sides, or pass normalize=True.",
+            "high",
+            f"| |x| - 1 | > {limits.norm_tolerance:g}",
+            shows="norm_query",
+        )
+    candidates, negatives = median(last(column("candidates"))), median(last(column("effective_negatives")))
+    if candidates >= limits.negatives_least and negatives < limits.negatives * (candidates - 1):
+        yield finding(
+            "EFFECTIVE_NEGATIVES_LOW",
+            f"{negatives:.1f} of {candidates - 1:.0f} negatives carry the gradient",
+            "A few hard (or false) negatives decide every step; the rest of the batch is wasted.",
+            "a higher temperature, or a look at near-duplicates in the batch.",
+            "medium",
+            f"effective / negatives < {limits.negatives:g}",
+            shows="effective_negatives",
+        )
+    bound, cap = median(last(column("bound"))), median(last(column("cap")))
+    if cap > 0 and bound > limits.saturation * cap:
+        saturated = finding(
+            "MI_SATURATED",
+            f"mutual-information bound {bound:.2f} of at most log N = {cap:.2f} nats",
+            "The bound cannot grow further with this many candidates: the loss no longer measures progress.",
+            "more candidates (larger batch, gathered across ranks) or harder ones.",
+            "high",
+            f"bound / log N > {limits.saturation:g}",
+            shows="bound",
+        )
+        yield replace(saturated, severity="info") if record.frozen else saturated  # nothing is learning from it
+    scale = median(last(column("scale")))
+    if abs(scale - limits.scale_cap) <= 0.01 * limits.scale_cap:  # beyond it nobody has clamped anything
+        yield finding(
+            "SCALE_AT_CAP",
+            f"scale {scale:.1f} at its cap {limits.scale_cap:g}",
+            "The learned scale wants to be sharper than it may; its gradient is cut off.",
+            "check for duplicates, then raise the cap or fix the scale.",
+            "medium",
+            f"scale within 1 % of {limits.scale_cap:g}",
+            shows="scale",
+        )
 
 
 def coverage(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:

@@ -41,9 +41,15 @@ def _same_length(series: Series, where: Where) -> bool:
     return bool(lengths) and max(lengths) <= 1.5 * min(lengths)
 
 
-def _worst(hits: Hits, *, largest: bool) -> tuple[Where, float]:
-    pick: tuple[Where, float] = (max if largest else min)(hits, key=lambda h: h[1])
-    return pick
+def _above(series: Series, limit: float, measure: Callable[[Where], float]) -> Iterator[tuple[int, Hits, Where, float]]:
+    """Each layer with heads whose number lies above a limit, those heads, and the worst of them with its number."""
+
+    def test(where: Where) -> float | None:
+        value = measure(where)
+        return value if value > limit else None
+
+    for layer, hits in series.by_layer(test):
+        yield layer, hits, *max(hits, key=lambda h: h[1])
 
 
 def collapsed(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
@@ -52,7 +58,7 @@ def collapsed(record: Record, series: Series, limits: Thresholds) -> Iterator[Fi
         return value if value < limits.collapsed else None
 
     for layer, hits in series.by_layer(test):
-        where, value = _worst(hits, largest=False)
+        where, value = min(hits, key=lambda h: h[1])
         value = max(value, BIN)
         mean, width = (series.late(where, name) for name in ("normalized_entropy", "effective_width"))
         yield Finding(
@@ -75,12 +81,8 @@ def collapsed(record: Record, series: Series, limits: Thresholds) -> Iterator[Fi
 
 
 def uniform(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    def test(where: Where) -> float | None:
-        value = series.late(where, "normalized_entropy")
-        return value if value > limits.uniform else None
-
-    for layer, hits in series.by_layer(test):
-        where, value = _worst(hits, largest=True)
+    entropies = _above(series, limits.uniform, lambda where: series.late(where, "normalized_entropy"))
+    for layer, hits, where, value in entropies:
         yield Finding(
             "warning",
             "HEAD_UNIFORM",
@@ -331,14 +333,9 @@ def likeness(series: Series, where: Where, limits: Thresholds) -> float:
 
 
 def duplicates(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    def test(where: Where) -> float | None:
-        value = likeness(series, where, limits)
-        return value if value > limits.duplicate else None
-
-    for layer, hits in series.by_layer(test):
+    for layer, hits, where, value in _above(series, limits.duplicate, lambda where: likeness(series, where, limits)):
         if len(hits) < 2:
             continue
-        where, value = _worst(hits, largest=True)
         twin = _whole(series.late(where, "twin"))
         yield Finding(
             "warning",

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from partita import support as supports
-from partita._checks import has_values
 from partita.attn import Bias, Positions, Rotary, attention, entropy_penalty
 from partita.attn.entropy import check_entropy_weight
 from partita.attn.rotary_attention import rotary_attention, rotary_weights
 from partita.engine import Stats
-from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.errors import ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.nn.controller import TemperatureController
+from partita.nn.masks import hidden_and_added, kept
 from partita.scale import KappaLog, Policy
 from partita.support import Support
 
@@ -191,7 +191,9 @@ class MultiheadAttention(nn.Module):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         n_query, n_key, batch = query.shape[1], key.shape[1], query.shape[0]
         q, k, v = self.project(query, key, value)
-        hidden, added = self._masks(attn_mask, key_padding_mask, batch, n_query, n_key, k.shape[2])
+        hidden, added = hidden_and_added(
+            attn_mask, key_padding_mask, (batch, self.num_heads, n_query, n_key), k.shape[2]
+        )
         if hidden is not None:
             seen = supports.mask(~hidden)
             support = seen if support is None else support & seen
@@ -231,50 +233,6 @@ class MultiheadAttention(nn.Module):
         if not batched:
             return out[0], second
         return (out if self.batch_first else out.transpose(0, 1)), second
-
-    def _masks(
-        self,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        batch: int,
-        n_query: int,
-        n_key: int,
-        n_all: int,  # with the keys that add_bias_kv and add_zero_attn append
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """What is hidden and what is added, (batch, heads, n_query, n_all) up to broadcasting."""
-        hidden: Tensor | None = None
-        added: Tensor | None = None
-        for mask, name in ((attn_mask, "attn_mask"), (key_padding_mask, "key_padding_mask")):
-            if mask is None:
-                continue
-            mask = self._with_heads(mask, name, batch, n_query, n_key)
-            mask = nn.functional.pad(mask, (0, n_all - n_key))
-            if mask.dtype == torch.bool:
-                hidden = mask if hidden is None else hidden | mask
-            elif mask.is_floating_point():
-                added = mask if added is None else added + mask
-            else:
-                raise DtypeError(f"{name} must be boolean (True hides) or floating (added); got {mask.dtype}.")
-        return hidden, added
-
-    def _with_heads(self, mask: Tensor, name: str, batch: int, n_query: int, n_key: int) -> Tensor:
-        if name == "key_padding_mask":
-            if mask.shape != (batch, n_key):
-                raise ShapeError(
-                    f"key_padding_mask must be (batch, n_key) = {(batch, n_key)}; got {tuple(mask.shape)}."
-                )
-            return mask[:, None, None, :]
-        if mask.shape[-2:] == (n_query, n_key):
-            if mask.dim() == 2 or mask.dim() == 4:
-                return mask
-            if mask.dim() == 3 and mask.shape[0] == batch * self.num_heads:
-                return mask.view(batch, self.num_heads, n_query, n_key)
-            if mask.dim() == 3 and mask.shape[0] == batch:  # one per batch entry: it gains a head axis
-                return mask[:, None]
-        raise ShapeError(
-            f"attn_mask must be {(n_query, n_key)}, with {batch} or {batch * self.num_heads} in front; "
-            f"got {tuple(mask.shape)}."
-        )
 
     def _weights(
         self, q: Tensor, k: Tensor, support: Support | None, bias: Tensor | Bias | None, stats: Stats, average: bool
@@ -365,7 +323,7 @@ class EntropyInvariantAttention(MultiheadAttention):
             raise ValueRangeError(f"a mask {tuple(pad.shape)} as the fourth argument could be either. {_LANGUAGES}")
         named = {"need_weights": False, **named, **options}
         if keep_mask is not None:
-            hidden = ~_kept(keep_mask, n_query, n_key)
+            hidden = ~kept(keep_mask, n_query, n_key)
             given = named.get("attn_mask")
             if given is not None:
                 raise ValueRangeError("give keep_mask or attn_mask, not both: join them with & of what they show.")
@@ -386,18 +344,3 @@ _LANGUAGES = (
     "Name it: keep_mask= shows where it is not 0 (n_query, n_key), attn_mask= hides where it is True (n_query, n_key), "
     "key_padding_mask= hides keys where it is True (batch, n_key)."
 )
-
-
-def _kept(mask: Tensor, n_query: int, n_key: int) -> Tensor:
-    """A keep-mask as booleans over (..., n_query, n_key)."""
-    if mask.dtype != torch.bool:
-        if has_values(mask) and not bool(((mask == 0) | (mask == 1)).all()):
-            raise ValueRangeError("keep_mask must be boolean, or hold 0 and 1; numbers to be added are attn_mask=.")
-        mask = mask != 0
-    rows = tuple(mask.shape[-2:])
-    if mask.dim() < 2 or rows not in ((n_query, n_key), (1, n_key)):
-        raise ShapeError(
-            f"keep_mask must be {(n_query, n_key)}, also with batch and heads in front; got {tuple(mask.shape)}. "
-            f"Of keys alone it is mask[:, None, :]."
-        )
-    return mask.expand(*mask.shape[:-2], n_query, n_key)

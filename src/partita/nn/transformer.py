@@ -21,45 +21,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F
 
 
 class _Layer(nn.Module):
-    """What both layers share: the feed-forward part, the norms, where they stand."""
+    """What both layers share: torch's constructor, the feed-forward part, the norms and where they stand."""
 
-    def __init__(
-        self,
-        d_model: int,
-        dim_feedforward: int,
-        dropout: float,
-        activation: str | Callable[[Tensor], Tensor],
-        layer_norm_eps: float,
-        norm_first: bool,
-        bias: bool,
-        make: dict[str, Any],
-        norms: int,
-    ):
-        super().__init__()
-        self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, **make)
-        self.dropout = nn.Dropout(dropout)
-        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **make)
-        self.norm_first = norm_first
-        for i in range(1, norms + 1):
-            setattr(self, f"norm{i}", nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **make))
-            setattr(self, f"dropout{i}", nn.Dropout(dropout))
-        self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
-
-    def _add(self, x: Tensor, part: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-        norm, dropout = getattr(self, f"norm{part}"), getattr(self, f"dropout{part}")
-        out: Tensor = x + dropout(function(norm(x))) if self.norm_first else norm(x + dropout(function(x)))
-        return out
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
-        return out
-
-
-class TransformerEncoderLayer(_Layer):
-    """torch.nn.TransformerEncoderLayer on partita; state dicts load both ways.
-
-    scale and the further options are those of `partita.nn.MultiheadAttention`.
-    """
+    attentions: tuple[str, ...]  # their names, in the order in which they look
 
     def __init__(
         self,
@@ -78,11 +42,38 @@ class TransformerEncoderLayer(_Layer):
         scale: float | Policy | None = None,
         **options: Any,
     ):
-        make: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, make, 2)
-        self.self_attn = MultiheadAttention(
-            d_model, nhead, dropout, bias=bias, batch_first=batch_first, scale=scale, **make, **options
-        )
+        super().__init__()
+        make: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.linear1 = nn.Linear(d_model, dim_feedforward, **make)
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, **make)
+        self.norm_first = norm_first
+        for i in range(1, len(self.attentions) + 2):
+            setattr(self, f"norm{i}", nn.LayerNorm(d_model, eps=layer_norm_eps, **make))
+            setattr(self, f"dropout{i}", nn.Dropout(dropout))
+        self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        options = {"batch_first": batch_first, "scale": scale, **make, **options}
+        for name in self.attentions:
+            setattr(self, name, MultiheadAttention(d_model, nhead, dropout, **options))
+
+    def _add(self, x: Tensor, part: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+        norm, dropout = getattr(self, f"norm{part}"), getattr(self, f"dropout{part}")
+        out: Tensor = x + dropout(function(norm(x))) if self.norm_first else norm(x + dropout(function(x)))
+        return out
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return out
+
+
+class TransformerEncoderLayer(_Layer):
+    """torch.nn.TransformerEncoderLayer on partita; state dicts load both ways.
+
+    scale and the further options are those of `partita.nn.MultiheadAttention`.
+    """
+
+    attentions = ("self_attn",)
+    self_attn: MultiheadAttention
 
     def forward(
         self,
@@ -105,28 +96,9 @@ class TransformerEncoderLayer(_Layer):
 class TransformerDecoderLayer(_Layer):
     """torch.nn.TransformerDecoderLayer on partita; state dicts load both ways. One scale serves both attentions."""
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        scale: float | Policy | None = None,
-        **options: Any,
-    ):
-        make: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, make, 3)
-        both: dict[str, Any] = {"bias": bias, "batch_first": batch_first, "scale": scale, **make, **options}
-        self.self_attn = MultiheadAttention(d_model, nhead, dropout, **both)
-        self.multihead_attn = MultiheadAttention(d_model, nhead, dropout, **both)
+    attentions = ("self_attn", "multihead_attn")
+    self_attn: MultiheadAttention
+    multihead_attn: MultiheadAttention
 
     def forward(
         self,

@@ -113,15 +113,18 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 @dataclass(frozen=True, eq=False)
-class Both(Support):
+class _Joined(Support):
     a: Support
     b: Support
 
-    def __repr__(self) -> str:
-        return " & ".join(f"({x!r})" if isinstance(x, Either) else repr(x) for x in (self.a, self.b))
-
     def tensors(self) -> tuple[Tensor, ...]:
         return self.a.tensors() + self.b.tensors()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Both(_Joined):
+    def __repr__(self) -> str:
+        return " & ".join(f"({x!r})" if isinstance(x, Either) else repr(x) for x in (self.a, self.b))
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         a = self.a.bind(n_query, n_key, batch, device)
@@ -129,16 +132,10 @@ class Both(Support):
         return tuple(x & y for x in a for y in b)
 
 
-@dataclass(frozen=True, eq=False)
-class Either(Support):
-    a: Support
-    b: Support
-
+@dataclass(frozen=True, eq=False, repr=False)
+class Either(_Joined):
     def __repr__(self) -> str:
         return f"{self.a!r} | {self.b!r}"
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.a.tensors() + self.b.tensors()
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         terms = self.a.bind(n_query, n_key, batch, device) + self.b.bind(n_query, n_key, batch, device)

@@ -13,7 +13,7 @@ import json
 from importlib import resources
 from typing import Any
 
-PAGE = """<!doctype html>
+FRAME = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -24,9 +24,7 @@ PAGE = """<!doctype html>
 <style>{style}</style>
 </head>
 <body>
-<main id="app"><noscript>{fallback}</noscript></main>
-<script type="application/json" id="record">{data}</script>
-<script>{script}</script>
+{body}
 </body>
 </html>
 """
@@ -52,33 +50,23 @@ def page(*, title: str, style: str, script: str, data: Any, fallback: str = "") 
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    clean = title.encode("utf-8", "replace").decode("utf-8")
-    return PAGE.format(
-        policy=policy, title=html.escape(clean), style=style, script=script, data=embed(data), fallback=fallback
+    body = (
+        f'<main id="app"><noscript>{fallback}</noscript></main>\n'
+        f'<script type="application/json" id="record">{embed(data)}</script>\n'
+        f"<script>{script}</script>"
     )
-
-
-STATIC = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>{body}</main>
-</body>
-</html>
-"""
+    return _file(title, policy, style, body)
 
 
 def static_page(*, title: str, style: str, body: str) -> str:
     """A file without any script; `body` is markup, and must be escaped already."""
     policy = f"default-src 'none'; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
-    return STATIC.format(policy=policy, title=html.escape(title), style=style, body=body)
+    return _file(title, policy, style, f"<main>{body}</main>")
+
+
+def _file(title: str, policy: str, style: str, body: str) -> str:
+    clean = html.escape(title.encode("utf-8", "replace").decode("utf-8"))
+    return FRAME.format(policy=policy, title=clean, style=style, body=body)
 
 
 def _hash(text: str) -> str:

@@ -54,13 +54,20 @@ class Reader:
             )
 
     turns = True  # whether its positions can be set
+    written: tuple[str, str, str]  # how a program begins that does what `apply` does, sets positions, sets a scale
 
     def apply(self, setting: Setting) -> None:
         raise NotImplementedError
 
     def code(self, setting: Setting) -> str:
         """The lines that apply a setting."""
-        raise NotImplementedError
+        first, positions, scale = self.written
+        lines = [first]
+        if setting.positions is not None:
+            lines.append(positions.format(_typed(setting.positions)))
+        if setting.scale is not None:
+            lines.append(scale.format(f"partita.scale.{setting.scale!r}"))
+        return "\n".join(lines)
 
     @torch.no_grad()
     def nll(self, passages: Tensor, places: Sequence[Sequence[int]]) -> list[float]:  # (windows, n)
@@ -110,13 +117,11 @@ class _Transformers(Reader):
             partita.hf.set_positions(self.model, setting.positions)
         partita.hf.set_scale(self.model, setting.scale)
 
-    def code(self, setting: Setting) -> str:
-        lines = ['partita.hf.register(); model.set_attn_implementation("partita")']
-        if setting.positions is not None:
-            lines.append(f"partita.hf.set_positions(model, {_typed(setting.positions)})")
-        if setting.scale is not None:
-            lines.append(f"partita.hf.set_scale(model, partita.scale.{setting.scale!r})")
-        return "\n".join(lines)
+    written = (
+        'partita.hf.register(); model.set_attn_implementation("partita")',
+        "partita.hf.set_positions(model, {})",
+        "partita.hf.set_scale(model, {})",
+    )
 
 
 class _Modules(Reader):
@@ -131,13 +136,11 @@ class _Modules(Reader):
             layer.rotary = rotary if setting.positions is None else setting.positions
             layer.scale = scale if setting.scale is None else setting.scale
 
-    def code(self, setting: Setting) -> str:
-        lines = ["for layer in [m for m in model.modules() if isinstance(m, partita.nn.MultiheadAttention)]:"]
-        if setting.positions is not None:
-            lines.append(f"    layer.rotary = {_typed(setting.positions)}")
-        if setting.scale is not None:
-            lines.append(f"    layer.scale = partita.scale.{setting.scale!r}")
-        return "\n".join(lines)
+    written = (
+        "for layer in [m for m in model.modules() if isinstance(m, partita.nn.MultiheadAttention)]:",
+        "    layer.rotary = {}",
+        "    layer.scale = {}",
+    )
 
 
 def reader(model: nn.Module, mask: int | None) -> Reader:

@@ -109,13 +109,8 @@ def optimal_gaussian_critic(x: Tensor, y: Tensor, correlation: float) -> Tensor:
     rho2 = correlation**2
     require(rho2 < 1, f"the critic needs |correlation| < 1; got {correlation}.")
     gap = x[:, None, :] - correlation * y[None, :, :]
-    constant = 0.5 * x.shape[-1] * _log_rest(rho2)
+    constant = 0.5 * x.shape[-1] * math.log1p(-rho2)  # log(1 - rho^2), accurate near 0
     return -constant - gap.square().sum(-1) / (2 * (1 - rho2)) + x.square().sum(-1)[:, None] / 2
-
-
-def _log_rest(rho2: float) -> float:
-    """log(1 - rho^2), accurate near 0."""
-    return math.log1p(-rho2)
 
 
 def token_information_gain(cross_entropy: Number, marginal_entropy: Number) -> Tensor:

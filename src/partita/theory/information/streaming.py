@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,7 +13,18 @@ from partita.gibbs import Gibbs
 from partita.support import Support
 from partita.theory._domain import Number, require
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["collision_log_mass", "renyi_entropy", "streaming_entropy"]
+
+
+class Ingredients(TypedDict, total=False):
+    """What makes a distribution besides query and key."""
+
+    scale: Number
+    bias: Tensor | None
+    support: Support | None
 
 
 def streaming_entropy(chunks: Iterable[Tensor]) -> Tensor:  # (...)
@@ -71,25 +83,18 @@ def collision_log_mass(
     return torch.where(log_z.isneginf(), -torch.inf, log_za - order * log_z)
 
 
-def renyi_entropy(
-    query: Tensor,  # (..., n_query, dim)
-    key: Tensor,  # (..., n_key, dim)
-    *,
-    order: float = 2.0,
-    scale: Number = 1.0,
-    bias: Tensor | None = None,
-    support: Support | None = None,
-) -> Tensor:  # (..., n_query)
+def renyi_entropy(query: Tensor, key: Tensor, *, order: float = 2.0, **ingredients: Unpack[Ingredients]) -> Tensor:
     """Renyi entropy of every row, streaming; exp of order 2 is the effective sample size.
 
         H_a = log sum_j p_j^a / (1 - a)
 
     Order 1 is Shannon's and belongs to `Gibbs.entropy`. 0 on an empty row. Spec: M-ENT-4, M-SPE-4.
+    Shapes and ingredients (scale, bias, support) as for `collision_log_mass`.
     From Renyi (1961), On measures of entropy and information.
 
     >>> round(renyi_entropy(torch.zeros(1, 2), torch.zeros(4, 2)).exp().item(), 4)  # four equal weights
     4.0
     """
     require(order > 0 and order != 1, f"order must be positive and not 1 (that is Gibbs.entropy); got {order}.")
-    log_mass = collision_log_mass(query, key, order=order, scale=scale, bias=bias, support=support)
+    log_mass = collision_log_mass(query, key, order=order, **ingredients)
     return torch.where(log_mass.isneginf(), 0.0, log_mass / (1.0 - order))

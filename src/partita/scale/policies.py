@@ -1,11 +1,4 @@
-"""How sharp: policies that turn the number of visible keys into a multiplier of the scores.
-
-    policy(visible, dim) -> scale per row          policy.fold(query, visible) -> query * scale
-
-n is always the number of keys the row may *see*, never the padded length. All but `TargetEntropy` depend on n and dim
-alone, so they fold into the query and any attention kernel can serve them. sigma is the standard deviation of the raw
-scores <query, key> over a row's keys: sqrt(dim) for vectors of unit variance, or what `measure_sigma` finds.
-"""
+"""What a policy is; those of the number of visible keys and the dimension alone, a learned one, and a solved one."""
 
 from __future__ import annotations
 
@@ -14,34 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, library, nn
+from torch import Tensor, nn
 
-from partita._checks import check_pair, check_positive, finite, has_values
+from partita._checks import check_positive, finite
 from partita._look import table_html
-from partita.engine.terms import Term, pack, unpack, window_mask
 from partita.errors import PartitaError, ShapeError, ValueRangeError
-from partita.support import Support
-from partita.support.base import check_support
 
 __all__ = [
-    "CalibratedLog",
-    "Constant",
-    "CriticalScale",
-    "GaussianEntropy",
-    "InverseSqrt",
-    "KappaLog",
-    "Llama4Temperature",
-    "LogLength",
-    "MaxLength",
-    "Mixed",
-    "Policy",
-    "ScalableSoftmax",
-    "SqrtLogLength",
-    "TargetEntropy",
-    "YarnTemperature",
+    "Constant", "CriticalScale", "InverseSqrt", "KappaLog", "Llama4Temperature", "LogLength", "MaxLength", "Mixed",
+    "Policy", "ScalableSoftmax", "SqrtLogLength", "TargetEntropy", "YarnTemperature", "check_reference",
     "from_temperature",
-    "measure_sigma",
-]
+]  # fmt: skip
 
 
 class Policy:
@@ -78,6 +54,11 @@ def _count(visible: Tensor | int, query: Tensor | None = None) -> Tensor:
     wide = query is not None and query.dtype == torch.float64
     n = visible if visible.is_floating_point() else visible.to(torch.float64 if wide else torch.float32)
     return n.clamp(min=1.0)
+
+
+def check_reference(reference: float) -> None:
+    if not (isinstance(reference, (int, float)) and finite(reference) and reference > 1):
+        raise ValueRangeError(f"a reference length must be a number above 1; got {reference!r}.")
 
 
 @dataclass(frozen=True)
@@ -135,7 +116,7 @@ class LogLength(Policy):
     floor: float = 4
 
     def __post_init__(self) -> None:
-        _check_reference(self.reference)
+        check_reference(self.reference)
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return n.clamp(min=self.floor).log() / (math.log(self.reference) * math.sqrt(dim))
@@ -149,7 +130,7 @@ class SqrtLogLength(Policy):
     floor: float = 4
 
     def __post_init__(self) -> None:
-        _check_reference(self.reference)
+        check_reference(self.reference)
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return (n.clamp(min=self.floor).log() / math.log(self.reference)).sqrt() / math.sqrt(dim)
@@ -211,7 +192,7 @@ class CriticalScale(Policy):
     floor: float = 4
 
     def __post_init__(self) -> None:
-        _check_reference(self.reference)
+        check_reference(self.reference)
         each = self.exponent if isinstance(self.exponent, Sequence) else (self.exponent,)
         for x in each:
             if not (isinstance(x, (int, float)) and finite(x)):
@@ -262,50 +243,10 @@ class MaxLength(Policy):
     kappa: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_reference(self.n_max)
+        check_reference(self.n_max)
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return torch.full_like(n, self.kappa * math.log(self.n_max) / dim)
-
-
-@dataclass(frozen=True)
-class CalibratedLog(Policy):
-    """scale = kappa * log(n) / dim with kappa = dim / (sigma * sqrt(log reference)) (M-SCL-16).
-
-    For Gaussian scores the entropy is then stationary around n = reference, where it is log(reference) / 2. Under an
-    additive position bias kappa is smaller by sqrt(growth), growth the speed dH/d log n at which the bias alone widens
-    a row (`partita.theory.sharpness.bias_growth`); 1 without a bias.
-    """
-
-    reference: float
-    sigma: float | Tensor
-    growth: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_reference(self.reference)
-        _check_sigma(self.sigma)
-        check_positive("growth", self.growth, zero=True)
-
-    def kappa(self, dim: int) -> float | Tensor:
-        return dim / (_number(self.sigma) * math.sqrt(math.log(self.reference))) * math.sqrt(self.growth)
-
-    def multiplier(self, n: Tensor, dim: int) -> Tensor:
-        return self.kappa(dim) * n.log() / dim
-
-
-@dataclass(frozen=True)
-class GaussianEntropy(Policy):
-    """scale = sqrt(2 * max(0, log n - entropy)) / sigma: H = log n - (scale * sigma)^2 / 2 held constant (M-SCL-14)."""
-
-    entropy: float
-    sigma: float | Tensor
-
-    def __post_init__(self) -> None:
-        check_positive("entropy", self.entropy, zero=True)
-        _check_sigma(self.sigma)
-
-    def multiplier(self, n: Tensor, dim: int) -> Tensor:
-        return (2 * (n.log() - self.entropy).clamp(min=0.0)).sqrt() / _number(self.sigma)
 
 
 class ScalableSoftmax(nn.Module, Policy):
@@ -381,76 +322,8 @@ class TargetEntropy(Policy):
         )
 
 
-def _check_reference(reference: float) -> None:
-    if not (isinstance(reference, (int, float)) and finite(reference) and reference > 1):
-        raise ValueRangeError(f"a reference length must be a number above 1; got {reference!r}.")
-
-
-def _number(sigma: float | Tensor) -> float | Tensor:
-    """A number as one; a tensor whose value a graph does not know stays a tensor."""
-    return float(sigma) if not isinstance(sigma, Tensor) or has_values(sigma) else sigma
-
-
-def _check_sigma(sigma: float | Tensor) -> None:
-    number = _number(sigma)
-    if not isinstance(number, Tensor):
-        check_positive("sigma", number)
-
-
 def from_temperature(temperature: float | Tensor) -> float | Tensor:
     """scale = 1 / temperature."""
     if not isinstance(temperature, Tensor):
         check_positive("temperature", temperature)
     return 1.0 / temperature
-
-
-def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) -> float:
-    """Standard deviation of the raw scores <query, key> over a row's keys, pooled over rows with two keys or more.
-
-        sigma^2 = mean_i Var_j <query_i, key_j>
-
-    Streams over rows; nothing of size n_query * n_key is held at once for long inputs. A number, or inside a graph,
-    which has none yet, a tensor of no dimensions; policies take either.
-    """
-    check_pair(query, key)
-    check_support(support)
-    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-    terms = () if support is None else support.bind(query.shape[-2], key.shape[-2], batch, query.device)
-    if torch.compiler.is_compiling():
-        return torch.ops.partita.measure_sigma(query.detach(), key.detach(), *pack(terms))  # type: ignore[no-any-return]
-    return float(_measure(query, key, terms))
-
-
-@torch.no_grad()
-def _measure(query: Tensor, key: Tensor, terms: Sequence[Term]) -> Tensor:
-    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-    n_query, n_key = query.shape[-2], key.shape[-2]
-    step = max(1, (1 << 21) // max(1, n_key * math.prod(batch)))
-    total, rows = 0.0, 0
-    for first in range(0, n_query, step):
-        part = slice(first, min(first + step, n_query))
-        score = query[..., part, :].double() @ key.double().mT
-        seen = window_mask(terms, part, slice(0, n_key), query.device) if terms else None
-        seen = torch.ones_like(score) if seen is None else seen.expand_as(score).double()
-        n = seen.sum(-1)
-        score = torch.where(seen > 0, score, torch.zeros_like(score))
-        mean = score.sum(-1) / n.clamp(min=1)
-        variance = (seen * (score - mean[..., None]) ** 2).sum(-1) / n.clamp(min=1)
-        total += float(variance[n >= 2].sum())
-        rows += int((n >= 2).sum())
-    if rows == 0:
-        raise ShapeError("measure_sigma needs a row that sees at least two keys.")
-    return torch.tensor(math.sqrt(total / rows), dtype=torch.float64, device=query.device)
-
-
-library.define("partita::measure_sigma", "(Tensor query, Tensor key, Tensor[] support, int[] layout) -> Tensor")
-
-
-@library.impl("partita::measure_sigma", "CompositeExplicitAutograd")
-def _(query: Tensor, key: Tensor, support: Sequence[Tensor], layout: Sequence[int]) -> Tensor:
-    return _measure(query, key, unpack(support, layout))
-
-
-@library.register_fake("partita::measure_sigma")  # type: ignore[untyped-decorator]
-def _(query: Tensor, key: Tensor, support: Sequence[Tensor], layout: Sequence[int]) -> Tensor:
-    return query.new_empty((), dtype=torch.float64)
