@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(slow)
 
 
-# CI asks the same tests twice, without the packages that partita only works with and then with them. What passed without
+# CI asks the same tests twice, without the packages that partita works with and then with them. What passed without
 # is not asked again: PARTITA_TEST_PASSED names a file, written where it does not exist, and read where it does.
 PASSED = Path(os.environ["PARTITA_TEST_PASSED"]) if os.environ.get("PARTITA_TEST_PASSED") else None
 
