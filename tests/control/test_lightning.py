@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about load
 
 
 @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
-def lightning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def lightning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Both names of the package; the callback is then derived from the base that the name has."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -34,7 +33,7 @@ def lightning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         return found(name, *more)
 
     monkeypatch.setattr("partita.monitor.callbacks.importlib.import_module", only)
-    yield package
+    return package
 
 
 class Reader(nn.Module):
