@@ -73,6 +73,12 @@ PER_HEAD: dict[str, Callable[[], Any]] = {
     "olmo2": hugging_face("Olmo2ForCausalLM", "Olmo2Config", **GROUPED),
     "deepseek-v2": hugging_face("DeepseekV2ForCausalLM", "DeepseekV2Config", **LATENT, q_lora_rank=None),
     "deepseek-v3": hugging_face("DeepseekV3ForCausalLM", "DeepseekV3Config", **LATENT, q_lora_rank=24),
+    "whisper": hugging_face(
+        "WhisperForConditionalGeneration", "WhisperConfig", d_model=64, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8,
+        max_source_positions=12, max_target_positions=16, vocab_size=99, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1,
+    ),
     "opt": hugging_face("OPTForCausalLM", "OPTConfig", **SMALL, ffn_dim=48, word_embed_proj_dim=64),
 }  # fmt: skip
 # one gain for all heads of a layer
@@ -112,6 +118,8 @@ def make(
         for parameter in model.parameters():
             parameter.normal_(std=0.3) if parameter.dim() >= 2 else parameter.add_(0.1 * torch.randn_like(parameter))
     batch = {"input_ids": torch.randint(3, 99, (3, 12))}
+    if name == "whisper":
+        batch = {"input_features": torch.randn(3, 8, 24, dtype=dtype), "decoder_input_ids": batch["input_ids"]}
     if name == "t5":
         batch["decoder_input_ids"] = torch.randint(3, 99, (3, 9))
     return model, batch

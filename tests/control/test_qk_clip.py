@@ -271,6 +271,36 @@ def test_what_cannot_be_told_is_said_and_left_alone():
     clip.detach()
 
 
+class Normed(nn.Module):
+    """As timm's attention has it: a norm of queries and keys, or an Identity in its place."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.qkv, self.q_norm, self.k_norm = nn.Linear(16, 48), norm(), norm()
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+
+
+def test_a_norm_without_a_gain_leaves_nothing_to_clip_and_no_norm_leaves_all():
+    x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0))
+    bounded = Normed(lambda: nn.RMSNorm(8, elementwise_affine=False))
+    clip = QKClip(bounded, 0.1)
+    bounded(x)
+    with pytest.warns(UserWarning, match="QK-norm without a gain: its scores cannot grow, and there is nothing to"):
+        assert (clip.step()[0] == 1).all()
+    clip.detach()
+    plain = Normed(nn.Identity).double()
+    clip = QKClip(plain, 0.1)
+    plain(x.double())
+    before, factor = clip.max_scores[0], clip.step()[0]
+    plain(x.double())
+    torch.testing.assert_close(clip.max_scores[0], factor * before, rtol=1e-11, atol=0)
+    assert (factor < 1).all() and not clip.unclipped
+    clip.detach()
+
+
 def test_scores_that_are_not_finite_shrink_nothing():
     model, batch = make("torch", torch.float32)
     with torch.no_grad():

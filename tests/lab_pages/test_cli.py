@@ -227,6 +227,11 @@ def test_inspect_a_file(capsys: pytest.CaptureFixture[str], factory: str, tmp_pa
     found = json.loads(capsys.readouterr().out)
     assert "HEAD_COLLAPSED" in {f["code"] for f in found["findings"]} and found["layers"][0]["heads"] == 2
     assert main([*arguments, "--fail-on", "warning"]) == 1
+    known = str(tmp_path / "known.json")
+    assert main([*arguments, "--fail-on", "warning", "--ignore", ",".join(f["code"] for f in found["findings"])]) == 0
+    assert main([*arguments, "--fail-on", "warning", "--only", "NONFINITE"]) == 0
+    assert main([*arguments, "--write-baseline", known]) == 0
+    assert main([*arguments, "--fail-on", "warning", "--baseline", known]) == 0
     assert main(["inspect", f"{factory}:healthy", "--max-length", "16", "--fail-on", "error"]) == 0
     assert main(["inspect", f"{factory}:with_tokenizer", "--max-length", "32"]) == 0
 

@@ -293,6 +293,43 @@ def test_the_losses_of_metric_learning_are_seen(name: str, mined: bool) -> None:
     assert row["entropy"] == pytest.approx(torch.special.entr(p).sum(-1).mean().item(), rel=1e-4)
 
 
+class Towers(nn.Module):
+    """Two encoders that are called one after the other, as open_clip's encode_image and encode_text do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual, self.text = Encoder(), Encoder()
+
+
+@pytest.mark.parametrize("name", ["open_clip.ClipLoss", "open_clip.SigLipLoss", "SupConLoss", "NTXentLoss"])
+def test_a_training_step_behind_each_other_adapter_is_one_step(name: str) -> None:
+    from partita.adapters import metric_learning, open_clip
+
+    model, labels = Towers(), torch.arange(6) % 3
+    loss = getattr(open_clip if "." in name else metric_learning, name.removeprefix("open_clip."))()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+    with watch(model) as w:
+        for _ in range(3):
+            image, text = (
+                F.normalize(tower({"x": torch.randn(6, 4, 8)})["sentence_embedding"], dim=-1)
+                for tower in (model.visual, model.text)
+            )
+            out = loss(image, text, 5.0, -1.0) if "." in name else loss(image, labels) + 0.0 * text.sum()
+            optimizer.zero_grad()
+            out.backward()
+            optimizer.step()
+            if name == "open_clip.ClipLoss":  # of two directions the record has that of the images
+                scores = 5.0 * image @ text.T
+                out = (scores.logsumexp(1) - scores.diagonal()).mean()
+            said.append(out.item())
+    assert [row["step"] for row in w.record.losses] == w.record.steps() == [0, 1, 2]
+    assert [row["loss"] for row in w.record.losses] == pytest.approx(said, rel=1e-5)
+    frame = w.frame(pandas=False)
+    assert {row["name"] for row in frame} == {"visual.attention", "text.attention"}
+    assert {row["rows"] for row in frame} == {6 * 4}
+
+
 def test_siglip_is_seen_without_a_distribution() -> None:
     from partita.adapters.open_clip import SigLipLoss
 

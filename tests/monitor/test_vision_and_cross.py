@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from partita.control import QKClip
 from partita.monitor import load_record, watch
 
 WIDE: dict[str, Any] = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -137,6 +138,10 @@ def test_a_vision_transformer_of_timm(timm: Any, fused: bool) -> None:
     w = seen(model, pixels)
     assert cross_layers(w) == {"blocks.0.attn": False, "blocks.1.attn": False}
     assert_entropies(w, maps, [0, 1])
+    clip = QKClip(model.train(), 1e-3)
+    model(pixels)
+    assert all((factor < 1).all() for factor in clip.step().values()) and not clip.unclipped
+    clip.detach()
 
 
 def test_t5(hf: Any) -> None:

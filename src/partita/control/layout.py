@@ -98,7 +98,7 @@ def find(
         return _latent(module, heads)
     for names in NORMS:
         norms = [norm for name in names if isinstance(norm := getattr(module, name, None), nn.Module)]
-        if len(norms) == 2:
+        if len(norms) == 2 and not all(isinstance(norm, nn.Identity) for norm in norms):  # timm's place for none
             return _gains(norms, heads, int(getattr(module, "head_dim", 1)) if query is None else query.shape[-1])
     if getattr(module, "in_proj_weight", None) is not None or getattr(module, "q_proj_weight", None) is not None:
         return _packed(module, heads)

@@ -108,30 +108,44 @@ class Watch(Reading):
 
     def __enter__(self) -> Watch:
         self.attach()
+        self.open()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.shut()
+        self.detach()
+
+    def open(self) -> None:
+        """See what is called outside the model too, a loss above all, until `shut`: what a `with` block does."""
         self._thread = threading.get_ident()
         if not self._block:
             self._block = True
             compiled.EAGER.on()
             self._mode.on()
             self._updates.on()
-        return self
 
-    def __exit__(self, *error: Any) -> None:
+    def shut(self) -> None:
         self.observer.stack.clear()
         if self._block:
             self._block = False
             self._updates.off()
             self._mode.off()
             compiled.EAGER.off()
-        self.detach()
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
-    def set_step(self, step: int) -> None:
-        """Name the step; from now on forwards do not advance it (gradient accumulation, trainers)."""
+    def set_step(self, step: int | None) -> None:
+        """Name the step; from now on forwards do not advance it (gradient accumulation, trainers).
+
+        None: between steps, where nothing is looked at until the next one is named (a trainer that evaluates).
+        """
         self._manual = True
-        if step != self.step:
+        if step is None:
+            self.observing = self._fresh = False
+        elif step != self.step:
             self._next(step)
+        else:
+            self.observing = step % self.options.every == 0
 
     def _next(self, step: int) -> None:
         self.observer.close()
@@ -171,7 +185,8 @@ class Watch(Reading):
             with self._mode.without():
                 return self._call_graphs(code, inner, module, args, kwargs)
         if name is None:
-            return self._pass_by(inner, module, args, kwargs)
+            with self._beside():
+                return self._pass_by(inner, module, args, kwargs)
         self._skipped = self._skipped or code is not None
         with contextlib.nullcontext() if code is None else compiled.GRAPHS.off():
             return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
@@ -244,6 +259,21 @@ class Watch(Reading):
         finally:
             if outermost:
                 self._enclosed = None
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Somebody else's module may be the loss: it is listened to like the model, where no `with` block does."""
+        wanted = self.observing or (not self._manual and (self.step + 1) % self.options.every == 0)
+        if self._block or self.observer.stack or not wanted:
+            yield
+            return
+        self._block = True
+        self._mode.on()
+        try:
+            yield
+        finally:
+            self._block = False
+            self._mode.off()
 
     def _run_twice(
         self, name: str, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
