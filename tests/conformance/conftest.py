@@ -16,8 +16,8 @@ DIRECTLY = (
 )
 SECOND = "second derivatives are those of the tiled backend whatever backend serves the pass: no kernel is asked"
 SEARCHES = (
-    "hundreds of searches of some forty passes each, minutes in the interpreter; the search and its derivative are code "
-    "above every backend, and the same is asked without a bias"
+    "hundreds of searches of some forty passes each, minutes in the interpreter; the search and its derivative are "
+    "code above every backend, and the same is asked without a bias"
 )
 
 LEFT_OUT = {
