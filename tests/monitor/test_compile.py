@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_models import GPT, MODELS, Attention, encoder
+from compiled_models import GPT, MODELS, Attention, OwnAttention, encoder
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -415,6 +415,27 @@ def test_what_keys_receive_is_followed_in_a_graph(learning: bool) -> None:
     assert len(w.record.received) == len(plain.record.received) == 2
     for row, right in zip(w.record.received, plain.record.received, strict=True):
         torch.testing.assert_close(torch.tensor(row["bins"]), torch.tensor(right["bins"]), rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_plain_attention_of_an_exported_program_is_seen(statistics: bool) -> None:
+    class Plain(OwnAttention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.heads(x)
+            found = partita.attention(q, k, v, is_causal=True, return_stats=statistics)
+            out: Tensor = found[0] if statistics else found
+            return out.transpose(1, 2).flatten(2)
+
+    model, x = Plain(), torch.randn(2, 7, 16)
+    with torch.no_grad():
+        program: Any = torch.export.export(model, (x,)).module()
+        with watch(model) as plain:
+            model(x)
+        with watch(program) as w:
+            program(x)
+    for row, right in zip(w.frame(pandas=False), plain.frame(pandas=False), strict=True):
+        assert row["entropy"] == pytest.approx(right["entropy"], rel=CLOSE)
+        assert row["rows"] == right["rows"] == 12  # the first of each text has no choice
 
 
 def test_an_exception_leaves_torch_compile_as_it_was() -> None:
