@@ -28,7 +28,9 @@ def parse() -> tuple[tuple[str, ...], Options]:
     parser.add_argument("--repeat", type=int, default=None, help="times per function, the best counts (default 9)")
     parser.add_argument("--seconds", type=float, default=None, help="then go on with the close ones (default 6)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only cases whose name contains TEXT, or A|B one of them"
+    )
     parser.add_argument("--backend", default="auto", help="partita backend: auto, dense, tiled, native")
     parser.add_argument("--json", default="", metavar="FILE", help="append JSON lines to FILE")
     given = parser.parse_args()

@@ -38,7 +38,7 @@ class Options:
     json: str = ""
 
     def wants(self, case: str) -> bool:
-        return self.only in case
+        return any(text in case for text in self.only.split("|"))
 
 
 @dataclass(frozen=True)

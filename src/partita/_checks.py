@@ -33,6 +33,7 @@ __all__ = [
     "check_target",
     "check_value",
     "check_whole",
+    "expands",
     "finite",
     "has_values",
     "shape_text",
@@ -40,8 +41,9 @@ __all__ = [
 
 
 def shape_text(tensor: Tensor) -> str:
-    """The shape as a user writes it: (2, 3)."""
-    return str(tuple(tensor.shape))
+    """The shape as a user writes it, (2, 3); joined from its sizes, since a graph cannot write a tuple of symbols."""
+    sizes = [f"{n}" for n in tensor.shape]
+    return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -163,6 +165,12 @@ def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
                     raise ShapeError(f"shapes do not broadcast: {tuple(shape)} against {tuple(out)}.")
                 out[at] = size
     return tuple(out)
+
+
+def expands(given: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a tensor of this shape expands to that one; asked, since a graph cannot catch what torch would raise."""
+    missing = len(wanted) - len(given)
+    return missing >= 0 and not [1 for a, b in zip(given, wanted[missing:], strict=True) if a not in (1, b)]
 
 
 def broadcast_batch(named: Sequence[tuple[str, Sequence[int]]]) -> tuple[int, ...]:

@@ -134,12 +134,10 @@ def _target(entropy: float | Tensor | None, width: float | Tensor | None, n: Ten
     given = torch.as_tensor(entropy if width is None else width, dtype=n.dtype, device=n.device)
     least, limit = (0, "entropy must not be negative") if width is None else (1, "width must be at least 1 key")
     _check_least(given, least, limit)
-    try:
-        return (given if width is None else given.log()).expand_as(n)
-    except RuntimeError:
-        raise ShapeError(
-            f"the target must broadcast to the rows {tuple(n.shape)}; got {_checks.shape_text(given)}."
-        ) from None
+    if not _checks.expands(given.shape, n.shape):
+        shapes = _checks.shape_text(n), _checks.shape_text(given)
+        raise ShapeError(f"the target must broadcast to the rows {shapes[0]}; got {shapes[1]}.")
+    return (given if width is None else given.log()).expand_as(n)
 
 
 def _check_least(given: Tensor, least: float, limit: str) -> None:

@@ -18,6 +18,8 @@ SAMPLE = (
     "scale.ScalableSoftmax", "attention, ALiBi", "hierarchical_attention", "linear_cross_entropy, tokens",
     "supcon_loss",
 )  # fmt: skip
+# Traced another way where nothing needs a gradient: by a function of torch.autograd, or by an operator of their own.
+QUIET = ("Gibbs.received", "divergence", "attention", "attention, received", "linear_distillation_loss")
 INDUCTOR = ("linear_cross_entropy, tokens",)
 
 
@@ -44,12 +46,18 @@ def test_every_public_name_has_a_row(name):
 
 def test_the_lists_name_what_there_is():
     assert set(NO_CALL) | set(SHOWN_BY) <= set(public_names())
-    assert set(SHOWN_BY.values()) | CHANCE | {*SAMPLE, *INDUCTOR} <= set(CALLS)
+    assert set(SHOWN_BY.values()) | CHANCE | {*SAMPLE, *QUIET, *INDUCTOR} <= set(CALLS)
 
 
 @pytest.mark.parametrize("title", _slow_but(FIRST))
 def test_one_graph_of_fixed_sizes(title):
     compare(CALLS[title], "aot_eager", False, chance=title in CHANCE)
+
+
+@pytest.mark.parametrize("title", _slow_but(QUIET))
+def test_one_graph_without_gradients(title):
+    with torch.no_grad():
+        compare(CALLS[title], "eager", False, chance=title in CHANCE)
 
 
 @pytest.mark.parametrize("title", _slow_but(SAMPLE))

@@ -44,6 +44,33 @@ class OwnAttention(Attention):
         return partita.attention(q, k, v, scale=self.scale, **self.options).transpose(1, 2).flatten(2)
 
 
+class Receiving(OwnAttention):
+    """It uses what each key receives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        out, received = partita.attention(q, k, v, scale=self.scale, return_received=True, **self.options)
+        return (out + received.mean()).transpose(1, 2).flatten(2)
+
+
+class Core(nn.Module):
+    """Attention without weights: it is given its queries and keys."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class Outer(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        mask = ~hidden[:, None, None, :].expand(-1, 1, x.shape[1], -1)
+        out: Tensor = self.core(*self.heads(x), mask)
+        return out.transpose(1, 2).flatten(2)
+
+
 class GPT(nn.Module):
     """Tokens -> the loss of the next ones."""
 
@@ -140,6 +167,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "log length": lambda: (GPT(lambda: OwnAttention(scales.LogLength(64), is_causal=True), linear=True), ids()),
     "window": lambda: (GPT(lambda: OwnAttention(support=support.window(3, 0), softcap=5.0)), ids()),
     "partita's module": lambda: (partita.nn.MultiheadAttention(16, 2), rows_twice()),
+    "received": lambda: (GPT(lambda: Receiving(is_causal=True)), ids()),
+    "core, padded": lambda: (Outer(), rows() | {"hidden": PADDED}),
     "encoder": lambda: (encoder(True), {"src": torch.randn(3, 9, 16)}),
     "encoder, padded": lambda: (encoder(True), {"src": torch.randn(3, 9, 16), "src_key_padding_mask": PADDED}),
     "cross": lambda: (Cross(), rows() | {"hidden": PADDED}),

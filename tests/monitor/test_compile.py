@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_models import GPT, MODELS, Attention, encoder
+from compiled_models import GPT, MODELS, Attention, OwnAttention, encoder
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,8 +19,11 @@ import partita
 from partita.monitor import compiled as compiled_of_monitor
 from partita.monitor import watch
 
-# torch.compile reads .grad of the inputs of a layer that is compiled by itself
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    # torch.compile reads .grad of the inputs of a layer that is compiled by itself
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, while it imports its compiler
+]
 CLOSE = 1e-5  # what is promised; queries and keys rounded otherwise by 2^-24 move statistics of small scores by less
 
 
@@ -90,7 +93,14 @@ def both(name: str, backend: Any, **how: Any) -> tuple[Any, Any, list[Tensor], l
     return plain, w, want, got
 
 
-FAST = ("log length", "encoder, padded", "Llama, sdpa", "BERT, sdpa")  # the others among the slow tests
+FAST = (
+    "log length",
+    "received",
+    "core, padded",
+    "encoder, padded",
+    "Llama, sdpa",
+    "BERT, sdpa",
+)  # the others among the slow tests
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
@@ -101,7 +111,7 @@ def test_a_graph_says_what_the_plain_model_says(name: str) -> None:
     assert_same_record(w, plain)
     for a, b in zip(got, want, strict=True):
         # the same operations in the same order; partita's own give statistics too
-        exact = {} if "partita" in name or name in ("log length", "window") else {"rtol": 0.0, "atol": 0.0}
+        exact = {} if "partita" in name or name in ("log length", "window", "received") else {"rtol": 0.0, "atol": 0.0}
         torch.testing.assert_close(a, b, **exact)
     assert w.coverage["in_graphs"] == w.coverage["observed"] == plain.coverage["observed"]
     assert w.coverage["missed"] == plain.coverage["missed"]
@@ -372,6 +382,60 @@ def test_a_loss_whose_arguments_are_objects_is_named_as_not_seen() -> None:
     with watch(compiled) as w:
         compiled(torch.randn(5, 4))
     assert "losses not seen" in str(w.coverage) and "info_nce_loss" in str(w.coverage)
+
+
+def test_attention_that_takes_no_close_look_breaks_no_graph() -> None:
+    """Its score is a function of pairs: the coverage says so, as it does without a graph."""
+
+    class Far(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found = partita.attention(x, x, x, score=partita.score.Distance())
+            assert isinstance(found, Tensor)
+            return found
+
+    model, x = Far(), torch.randn(2, 2, 5, 4)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with watch(compiled) as w:
+        got = compiled(x)
+    torch.testing.assert_close(got, model(x))
+    assert "a score that is a function of its own" in str(w.coverage["errors"])
+
+
+@pytest.mark.parametrize("learning", [False, True])
+def test_what_keys_receive_is_followed_in_a_graph(learning: bool) -> None:
+    model, inputs = MODELS["received"]()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.set_grad_enabled(learning):
+        want, got = model(**inputs), compiled(**inputs)
+        with watch(model, received=True) as plain:
+            model(**inputs)
+        with watch(compiled, received=True) as w:
+            torch.testing.assert_close(compiled(**inputs), got)
+    torch.testing.assert_close(got, want)
+    assert len(w.record.received) == len(plain.record.received) == 2
+    for row, right in zip(w.record.received, plain.record.received, strict=True):
+        torch.testing.assert_close(torch.tensor(row["bins"]), torch.tensor(right["bins"]), rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_plain_attention_of_an_exported_program_is_seen(statistics: bool) -> None:
+    class Plain(OwnAttention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.heads(x)
+            found = partita.attention(q, k, v, is_causal=True, return_stats=statistics)
+            out: Tensor = found[0] if statistics else found
+            return out.transpose(1, 2).flatten(2)
+
+    model, x = Plain(), torch.randn(2, 7, 16)
+    with torch.no_grad():
+        program: Any = torch.export.export(model, (x,)).module()
+        with watch(model) as plain:
+            model(x)
+        with watch(program) as w:
+            program(x)
+    for row, right in zip(w.frame(pandas=False), plain.frame(pandas=False), strict=True):
+        assert row["entropy"] == pytest.approx(right["entropy"], rel=CLOSE)
+        assert row["rows"] == right["rows"] == 12  # the first of each text has no choice
 
 
 def test_an_exception_leaves_torch_compile_as_it_was() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from partita import support as supports
-from partita._checks import check_heads, check_matrix
+from partita._checks import broadcast, check_heads, check_matrix, shape_text
 from partita.attn.bias import Bias
 from partita.attn.rows import KeysOf, RowsOf, blocks
 from partita.engine.axes import Sides
@@ -209,13 +209,11 @@ class Problem(Sides):
         shapes += [self.bias.shape[:-2]] if self.bias is not None else []
         shapes += [self.scale.shape[:-1]] if isinstance(self.scale, Tensor) else []
         try:
-            return tuple(torch.broadcast_shapes(*shapes))
-        except RuntimeError:
-            raise ShapeError(
-                f"batch dimensions must broadcast; got query {tuple(self.query.shape)}, key {tuple(self.key.shape)}"
-                + ("" if value is None else f", value {tuple(value.shape)}")
-                + "."
-            ) from None
+            return broadcast(*shapes)
+        except ShapeError:
+            given = f"query {shape_text(self.query)}, key {shape_text(self.key)}"
+            third = "" if value is None else f", value {shape_text(value)}"
+            raise ShapeError(f"batch dimensions must broadcast; got {given}{third}.") from None
 
     def blocks(self, value: Tensor | None = None) -> list[slice]:
         return blocks(self.n_query, self.n_key, self.batch(value))

@@ -13,6 +13,7 @@ from partita.attn.bias import Bias
 from partita.attn.dropout import check_dropout, state_with_dropout
 from partita.attn.problem import Options, Problem, distribution
 from partita.attn.rows import states_by_rows
+from partita.attn.short import in_graph
 from partita.attn.sink import sink_per_row
 from partita.engine import State, Stats
 from partita.errors import ValueRangeError
@@ -83,7 +84,8 @@ def attention(
         attn_mask is None and support is None and bias is None and softcap is None and sink is None
         and dropout_p == 0.0 and score is None and (scale is None or type(scale) is float) and not return_received
     ):  # fmt: skip
-        found = plain_attention(query, key, value, scale, is_causal, enable_gqa, return_stats)
+        plain = in_graph if torch.compiler.is_compiling() else plain_attention
+        found = plain(query, key, value, scale, is_causal, enable_gqa, return_stats)
         if found is not None:
             return found if return_stats else found[0]
     options: Options = {

@@ -150,7 +150,8 @@ def received(request: Request, peak: Tensor, mass: Tensor, weight: Tensor) -> Te
         plan, tensors = autograd.Plan.of(r, _named(r))
         asked = None if audience.looks else r
         given = _apart(tensors)
-        out = Received.apply(plan, asked, shared, peak, mass, weight, *given)  # type: ignore[no-untyped-call]
+        function = _applied(Received, (*tensors, weight))
+        out = function(plan, asked, shared, peak, mass, weight, *given)
     return out.squeeze(-2) if shared else out
 
 
@@ -168,6 +169,12 @@ def _scored_received(request: Request, peak: Tensor, mass: Tensor, weight: Tenso
 
     out: Tensor = ScoredReceived.apply(r, mean, shared, peak, mass, weight, *operands)  # type: ignore[no-untyped-call]
     return out
+
+
+def _applied(function: type[torch.autograd.Function], tensors: Sequence[Tensor | None]) -> Any:
+    """The function with its derivative; in a graph that needs none without, since there torch takes it for another."""
+    quiet = not torch.is_grad_enabled() or not [1 for t in tensors if t is not None and t.requires_grad]
+    return function.forward if torch.compiler.is_compiling() and quiet else function.apply
 
 
 def _apart(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -188,7 +195,8 @@ def divergence(p: Request, q: Request, kind: str, beta: float) -> Tensor:  # (*b
     audience = _audience((p.query, p.key, p.scale, p.bias, q.query, q.key, q.scale, q.bias))
     ask, tensors = Question.of(p, q, kind, beta, _named(p, q))
     requests = None if audience.looks else (p, q)
-    function = Divergence.apply if audience.differentiates or audience.looks else Divergence.forward
+    seen = audience.differentiates or audience.looks
+    function = _applied(Divergence, tensors) if seen else Divergence.forward
     out: Tensor = function(ask, requests, *_apart(tensors))[0]
     return p.ungroup(out)
 

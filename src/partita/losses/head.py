@@ -212,7 +212,6 @@ def _per_row(name: str, given: Tensor, shape: tuple[int, ...], shift: int) -> Te
     """A number per row: cut like the targets (shift > 0) or like the inputs (shift < 0), then spread."""
     if given.dim() and shape and given.shape[-1] == shape[-1] + abs(shift) and shift:
         given = given[..., shift:] if shift > 0 else given[..., :shift]
-    try:
-        return given.expand(shape)
-    except RuntimeError:
-        raise ShapeError(f"{name} must broadcast to the rows {shape}; got {_checks.shape_text(given)}.") from None
+    if not _checks.expands(given.shape, shape):
+        raise ShapeError(f"{name} must broadcast to the rows {shape}; got {_checks.shape_text(given)}.")
+    return given.expand(shape)

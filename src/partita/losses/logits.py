@@ -216,7 +216,6 @@ def _alpha(alpha: Tensor, logits: Tensor) -> Tensor:
 
 
 def _fit(name: str, given: Tensor, shape: torch.Size) -> Tensor:
-    try:
-        return given.expand(shape)
-    except RuntimeError:
-        raise ShapeError(f"{name} must broadcast to the rows {tuple(shape)}; got {tuple(given.shape)}.") from None
+    if not _checks.expands(given.shape, shape):
+        raise ShapeError(f"{name} must broadcast to the rows {tuple(shape)}; got {_checks.shape_text(given)}.")
+    return given.expand(shape)

@@ -50,7 +50,6 @@ def nce_loss(
 
 
 def _like(name: str, given: Tensor, scores: Tensor) -> Tensor:
-    try:
-        return given.to(scores.dtype).expand_as(scores)
-    except RuntimeError:
-        raise ShapeError(f"{name} must fit {tuple(scores.shape)}; got {_checks.shape_text(given)}.") from None
+    if not _checks.expands(given.shape, scores.shape):
+        raise ShapeError(f"{name} must fit {_checks.shape_text(scores)}; got {_checks.shape_text(given)}.")
+    return given.to(scores.dtype).expand_as(scores)

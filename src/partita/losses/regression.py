@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from partita._checks import check_device, check_float, check_positive, check_reduction, has_values, shape_text
+from partita._checks import check_device, check_float, check_positive, check_reduction, expands, has_values, shape_text
 from partita.errors import ShapeError, ValueRangeError
 from partita.precision import loss_dtype
 from partita.rows import reduce_rows
@@ -79,11 +79,7 @@ def _residual(input: Tensor, target: Tensor, scale: float | Tensor, reduction: s
         )
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     if isinstance(scale, Tensor):
-        try:
-            fits = torch.broadcast_shapes(scale.shape, input.shape) == input.shape
-        except RuntimeError:
-            fits = False
-        if not fits:
+        if not expands(scale.shape, input.shape):
             raise ShapeError(f"scale must broadcast to the input {shape_text(input)}; got {shape_text(scale)}.")
         if has_values(scale) and not bool((scale > 0).all()):
             raise ValueRangeError(

@@ -55,6 +55,7 @@ class FunctionMode(TorchFunctionMode):
         }
         # a reader that is not overridable still ends in the engine's operator
         self.table[torch.ops.partita.reduce.default] = self._reduce
+        self.table[torch.ops.partita.attention.default] = self._short
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -222,6 +223,14 @@ class FunctionMode(TorchFunctionMode):
         bias = None if bias is None else bias.detach()
         call = Scores(query.detach(), key.detach(), scale.detach(), bias, softcap=softcap)
         self.watch.observer.attend("partita", query.shape, lambda: call, None)
+
+    def _short(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Plain attention in an exported program: its arguments are those of the call."""
+        out = func(*args, **kwargs)
+        query, key, value, scale, causal, grouped, statistics = args
+        call = {"query": query, "key": key, "value": value, "scale": scale, "is_causal": causal, "enable_gqa": grouped}
+        self.watch.guard(lambda: self._look_partita(call, partita.Stats(*out[1]) if statistics else None))
+        return out
 
     # ---- losses ----------------------------------------------------------------------------------------------------
 

@@ -253,12 +253,18 @@ def multiplies(node: fx.Node) -> bool:
 
 
 def crosses(node: fx.Node, path: str) -> bool:
-    """Query and key are made of different inputs of the module they are made in."""
+    """Query and key are made of different inputs of the module they are made in: the innermost with weights for it."""
     query, key = [*_given(node), None, None][:2]
     if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
         return False
-    a, b = set(_sources(query, path, set())), set(_sources(key, path, set()))
-    return bool(a) and bool(b) and not a & b
+    while True:
+        found = [set(_sources(x, path, set())) for x in (query, key)]
+        weights = {n for n in found[0] | found[1] if isinstance(n.meta["example_value"], nn.Parameter)}
+        if weights or not path:
+            break
+        path = path.rpartition(".")[0]  # a core that is given its queries and keys: they were made further out
+    a, b = (x - weights for x in found)
+    return bool(weights) and bool(a) and bool(b) and not a & b
 
 
 def _given(node: fx.Node) -> Iterator[Any]:
@@ -266,15 +272,14 @@ def _given(node: fx.Node) -> Iterator[Any]:
 
 
 def _sources(node: fx.Node, path: str, seen: set[fx.Node]) -> Iterator[fx.Node]:
-    """What comes into the module, parameters left out."""
+    """The tensors that come into the module, parameters among them."""
     if node in seen:
         return
     seen.add(node)
     where = stack(node)
     here = where[-1][0] if where else ""
     if node.op == "placeholder" or not (here == path or here.startswith(path + "." if path else "")):
-        value = node.meta.get("example_value")
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        if isinstance(node.meta.get("example_value"), Tensor):
             yield node
         return
     for source in node.all_input_nodes:

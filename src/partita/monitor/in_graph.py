@@ -110,6 +110,8 @@ class Graphs:
         """Inside the frames of the call."""
         observer = self.mode.watch.observer
         if site.kind == "face" and args[0] == "attention":
+            if not args[3]:
+                raise ValueError("a score that is a function of its own, or a position bias too large for a close look")
             self._attention(site.cross, *args[1], **args[2])
         elif site.kind == "face" or site.kind in BY_NAME:
             face, given, more, plain = args if site.kind == "face" else (site.kind, args, kwargs, True)

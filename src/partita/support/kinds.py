@@ -134,10 +134,9 @@ def _leading(name: str, given: Tensor, tail: tuple[int, ...], batch: Sequence[in
     fits = len(lead) <= len(batch) and tuple(given.shape[len(lead) :]) == tail
     fits = fits and not [1 for a, b in zip(lead, batch, strict=False) if a not in (1, b)]
     if not fits:
+        more = f" followed by {tail}" if tail else ""
         raise ShapeError(
-            f"{name} must match the leading batch dimensions of {tuple(batch)}"
-            + (f" followed by {tail}" if tail else "")
-            + f"; got {shape_text(given)}."
+            f"{name} must match the leading batch dimensions of {tuple(batch)}{more}; got {shape_text(given)}."
         )
     return given.reshape((*lead, *[1] * (len(batch) - len(lead)), *tail))
 
