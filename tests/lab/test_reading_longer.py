@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from partita import scale
+from partita import scale, support
 from partita_studies.experiment import Row
 from partita_studies.experiments import reading_longer as longer
 from partita_studies.experiments import recall_longer, scale_invariance
@@ -33,6 +35,34 @@ def test_a_reading_changes_the_reading_alone() -> None:
     # at the length of training no distance is new, and nothing is clipped or stretched
     near = [longer.read(model, name, None, seen, truth, 64)["nll"] for name in ("rotary", "NTK", "YaRN", "clipped")]
     assert near == pytest.approx([near[0]] * 4, abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", [None, scale.LogLength(64), scale.KappaLog(1.0)])
+@pytest.mark.parametrize("name", longer.POSITIONS)
+def test_asking_for_the_middle_alone_gives_what_the_whole_model_gives(name: str, policy: scale.Policy | None) -> None:
+    model = train(dataclasses.replace(PLAN, layers=2), None, 0)[0]
+    seen, truth = longer.passages("reference", 300, 256, 3)
+    asked = truth[:, 64:192]
+    for layer in model.layers:
+        layer.self_attn.rotary, layer.self_attn.scale = longer.places(name, 128), policy  # type: ignore[union-attr]
+    with torch.no_grad():
+        hidden = model(seen[:, 64:192], support.window(32, 32) if name == "window" else None)
+    logits = hidden @ model.embed.weight.mT
+    whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), asked.flatten())
+    found = longer.read(model, name, policy, seen, truth, 128)
+    assert found["nll"] == pytest.approx(whole.item(), abs=1e-5)
+
+
+def test_the_plan_crosses_every_position_with_every_scale_on_enough_words() -> None:
+    settings = longer.EXPERIMENT.sizes["full"].settings
+    met = {
+        (s["positions"], way)
+        for s in settings if s["arm"] == "fixed"
+        for way, n in longer._readings(s, list(longer.policies(1.0))) if n == 1024
+    }  # fmt: skip
+    assert met == {(p, way) for p in longer.POSITIONS for way in longer.policies(1.0)}
+    assert longer.EXPERIMENT.sizes["full"].seeds == 8
+    assert all(s["passages"] * longer.HIDDEN >= 10_000 for s in settings)
 
 
 def planted(rotary: float, clipped: float, lost: float = 1.0) -> list[Row]:
