@@ -128,7 +128,7 @@ def through(layer: TransformerEncoderLayer, x: Tensor, rows: slice, name: str, p
     heads = rotary_attention(q, k, v, places(name, x.shape[1]), where=first, support=around, scale=policy)
     assert isinstance(heads, Tensor)
     part = part + look.out_proj(heads.transpose(1, 2).flatten(2))
-    out: Tensor = part + layer._feed_forward(layer.norm2(part))  # type: ignore[operator]
+    out: Tensor = part + layer.linear2(layer.activation(layer.linear1(layer.norm2(part))))  # type: ignore[operator]
     return out
 
 
