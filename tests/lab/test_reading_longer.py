@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 
 from partita import scale, support
-from partita_studies.experiment import Row
+from partita_studies.experiment import Row, mean_by
 from partita_studies.experiments import reading_longer as longer
 from partita_studies.experiments import recall_longer, scale_invariance
 from partita_studies.experiments._language_model import HIDE, RARE, Plan, train
+from partita_studies.store import Store
 
 PLAN = Plan("masked", "reference", 300, 16, 2, 1, 64, 2, 1, 1e-3)
 
@@ -109,3 +112,25 @@ def test_recall_and_invariance_are_judged_by_seed() -> None:
 
     assert scale_invariance.judge(invariance(0.5)).answer == "holds"
     assert scale_invariance.judge(invariance(-0.5)).answer == "does not hold"
+
+
+def test_the_page_holds_what_the_rows_say_and_what_is_missing(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("reading", Path(__file__).parents[2] / "site" / "reading.py")
+    assert spec is not None and spec.loader is not None
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    cells = longer.EXPERIMENT.cells("tiny")
+    with Store(tmp_path, "reading_longer", "tiny") as store:
+        for cell in cells[:-1]:
+            rows = [
+                {**r, "targets": 44, "accuracy": 25.0} for r in planted(-0.1, 0.07)
+                if r["positions"] == cell.settings["positions"] and r["seed"] == cell.seed and r["n"] != 512
+            ]  # fmt: skip
+            two = cell.settings["scales"] == "two"
+            store.add(cell, [{**r, "arm": cell.settings["arm"]} for r in rows] if two else [], elapsed_s=0.1)
+    text = site.page(tmp_path, "tiny")
+    found = mean_by(store.rows(cells), "nll", "positions", "scale", "n")["rotary", longer.USUAL, 1024]
+    assert f"| {found}, 25.0 % |" in text
+    assert "| clipped | +0.000 ± 0.000 | **+0.070 ± 0.000** |" in text  # what LogLength gains
+    assert f"1 of {len(cells)} cells were not run" in text and "holds" not in text
+    assert "Not run at this size yet: `partita study run recall_longer --size tiny`" in text
