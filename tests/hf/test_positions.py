@@ -125,25 +125,61 @@ def test_settings_come_and_go(build):
     assert torch.equal(logits(model), own)
 
 
-@pytest.mark.parametrize(
-    ("name", "setting", "policy"),
-    [
-        *(("llama", setting, scale.LogLength(6, floor=6)) for setting in [None, *SETTINGS]),
-        *(("llama", setting, scale.Llama4Temperature(4, 0.5)) for setting in (None, Clipped(3))),
-        *(("mistral", setting, None) for setting in (YaRN(4.0, 8), Clipped(3))),
-    ],
-    ids=repr,
-)
-def test_chunked_prefill_and_steps_give_the_same(name, setting, policy):
-    model = make(name, partita.hf.register())
-    partita.hf.set_positions(model, setting)
-    partita.hf.set_scale(model, policy)
+POLICIES = [
+    None,
+    scale.InverseSqrt(1.3),
+    scale.Constant(0.4),
+    scale.KappaLog(2.0),
+    scale.LogLength(6, floor=6),
+    scale.SqrtLogLength(6),
+    scale.Llama4Temperature(4, 0.5),
+    scale.YarnTemperature(4.0),
+    scale.CriticalScale(6, 0.7),
+    scale.Mixed(beta=0.5),
+    scale.MaxLength(64),
+    scale.CalibratedLog(6, 2.0),
+    scale.GaussianEntropy(1.0, 2.0),
+    scale.TargetEntropy(fraction=0.5),
+]
+
+
+def assert_pieces_give_the_whole(model):
     whole = logits(model)
     n = IDS.shape[1]
     for cuts in ([0, 8, 15, n], [0, *range(9, n + 1)]):
         cache = transformers.DynamicCache(config=model.config)
         parts = [logits(model, IDS[:, a:b], past_key_values=cache) for a, b in itertools.pairwise(cuts)]
         torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-4, rtol=2e-4)
+    return whole
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_chunked_prefill_and_steps_give_the_same(policy):
+    """Every policy with every setting of positions, each of which changes what comes out."""
+    model = make("llama", partita.hf.register())
+    seen = []
+    for setting in [None, *SETTINGS]:
+        partita.hf.set_positions(model, setting)
+        partita.hf.set_scale(model, policy)
+        if isinstance(policy, scale.TargetEntropy) and isinstance(setting, Clipped):
+            with pytest.raises(ValueRangeError, match="use another policy"):
+                logits(model)
+            continue
+        seen.append(assert_pieces_give_the_whole(model))
+    assert all((a - b).abs().max() > 1e-4 for a, b in itertools.combinations(seen, 2))
+
+
+def test_every_policy_that_can_be_set_is_among_them():
+    """A new policy is to be added above, unless it learns."""
+    kinds = {c for c in vars(scale).values() if isinstance(c, type) and issubclass(c, scale.Policy)}
+    assert kinds - {scale.Policy, scale.ScalableSoftmax} == {type(p) for p in POLICIES if p is not None}
+
+
+@pytest.mark.parametrize("setting", [YaRN(4.0, 8), Clipped(3)], ids=repr)
+def test_a_sliding_window_gives_the_same_in_pieces(setting):
+    model = make("mistral", partita.hf.register())
+    partita.hf.set_positions(model, setting)
+    assert_pieces_give_the_whole(model)
 
 
 @pytest.mark.parametrize("setting", [YaRN(4.0, 8), Clipped(3)], ids=repr)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 
-from partita import scale
-from partita_studies.experiment import Row
+from partita import scale, support
+from partita_studies.experiment import Row, mean_by
 from partita_studies.experiments import reading_longer as longer
 from partita_studies.experiments import recall_longer, scale_invariance
 from partita_studies.experiments._language_model import HIDE, RARE, Plan, train
+from partita_studies.store import Store
 
 PLAN = Plan("masked", "reference", 300, 16, 2, 1, 64, 2, 1, 1e-3)
 
@@ -33,6 +38,34 @@ def test_a_reading_changes_the_reading_alone() -> None:
     # at the length of training no distance is new, and nothing is clipped or stretched
     near = [longer.read(model, name, None, seen, truth, 64)["nll"] for name in ("rotary", "NTK", "YaRN", "clipped")]
     assert near == pytest.approx([near[0]] * 4, abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", [None, scale.LogLength(64), scale.KappaLog(1.0)])
+@pytest.mark.parametrize("name", longer.POSITIONS)
+def test_asking_for_the_middle_alone_gives_what_the_whole_model_gives(name: str, policy: scale.Policy | None) -> None:
+    model = train(dataclasses.replace(PLAN, layers=2), None, 0)[0]
+    seen, truth = longer.passages("reference", 300, 256, 3)
+    asked = truth[:, 64:192]
+    for layer in model.layers:
+        layer.self_attn.rotary, layer.self_attn.scale = longer.places(name, 128), policy  # type: ignore[union-attr]
+    with torch.no_grad():
+        hidden = model(seen[:, 64:192], support.window(32, 32) if name == "window" else None)
+    logits = hidden @ model.embed.weight.mT
+    whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), asked.flatten())
+    found = longer.read(model, name, policy, seen, truth, 128)
+    assert found["nll"] == pytest.approx(whole.item(), abs=1e-5)
+
+
+def test_the_plan_crosses_every_position_with_every_scale_on_enough_words() -> None:
+    settings = longer.EXPERIMENT.sizes["full"].settings
+    met = {
+        (s["positions"], way)
+        for s in settings if s["arm"] == "fixed"
+        for way, n in longer._readings(s, list(longer.policies(1.0))) if n == 1024
+    }  # fmt: skip
+    assert met == {(p, way) for p in longer.POSITIONS for way in longer.policies(1.0)}
+    assert longer.EXPERIMENT.sizes["full"].seeds == 8
+    assert all(s["passages"] * longer.HIDDEN >= 10_000 for s in settings)
 
 
 def planted(rotary: float, clipped: float, lost: float = 1.0) -> list[Row]:
@@ -79,3 +112,25 @@ def test_recall_and_invariance_are_judged_by_seed() -> None:
 
     assert scale_invariance.judge(invariance(0.5)).answer == "holds"
     assert scale_invariance.judge(invariance(-0.5)).answer == "does not hold"
+
+
+def test_the_page_holds_what_the_rows_say_and_what_is_missing(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("reading", Path(__file__).parents[2] / "site" / "reading.py")
+    assert spec is not None and spec.loader is not None
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    cells = longer.EXPERIMENT.cells("tiny")
+    with Store(tmp_path, "reading_longer", "tiny") as store:
+        for cell in cells[:-1]:
+            rows = [
+                {**r, "targets": 44, "accuracy": 25.0} for r in planted(-0.1, 0.07)
+                if r["positions"] == cell.settings["positions"] and r["seed"] == cell.seed and r["n"] != 512
+            ]  # fmt: skip
+            two = cell.settings["scales"] == "two"
+            store.add(cell, [{**r, "arm": cell.settings["arm"]} for r in rows] if two else [], elapsed_s=0.1)
+    text = site.page(tmp_path, "tiny")
+    found = mean_by(store.rows(cells), "nll", "positions", "scale", "n")["rotary", longer.USUAL, 1024]
+    assert f"| {found}, 25.0 % |" in text
+    assert "| clipped | +0.000 ± 0.000 | **+0.070 ± 0.000** |" in text  # what LogLength gains
+    assert f"1 of {len(cells)} cells were not run" in text and "holds" not in text
+    assert "Not run at this size yet: `partita study run recall_longer --size tiny`" in text

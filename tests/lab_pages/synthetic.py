@@ -201,6 +201,8 @@ def _row(
         "nonfinite": bad,
         "twin": float(head ^ 1),
         "twin_similarity": twin,
+        "scale": 0.125,
+        "critical": 0.8,
     }
     return row, slope
 

@@ -61,6 +61,14 @@ class Truth:
             torch.where(self.there[..., None], self.p, 0.0).sum((0, 2)) / self.there.sum((0, 2)).clamp(min=1)[:, None]
         )
 
+    def critical(self, error: float) -> Tensor:  # (heads,)
+        """Median over the later half of the rows of max_j log(j) / gap_j, with every gap larger by `error`."""
+        ordered = self.scores.sort(-1, descending=True).values
+        gaps = torch.where(ordered > -math.inf, ordered[..., :1] - ordered + error, math.inf)[..., 1:].clamp(min=0)
+        each = torch.arange(2, self.n_key + 1).double().log() / gaps
+        found = torch.where(self.good, each.amax(-1), math.nan) if self.n_key > 1 else self.entropy * math.nan
+        return found[:, :, self.n // 2 :].transpose(0, 1).flatten(1).nanmedian(-1).values
+
     def likeness(self) -> Tensor:  # (heads, heads)
         seen = self.p > 0
         centred = torch.where(seen & self.there[..., None], self.p - 1 / self.visible.clamp(min=1)[..., None], 0.0)
@@ -91,7 +99,24 @@ def assert_columns(case: Case, block: Block, truth: Truth) -> None:
             continue
         assert abs(row["twin_similarity"] - float(like[head].nan_to_num(-2.0).max())) <= 50 * loose, case.about
         assert abs(float(like[head, int(row["twin"])]) - row["twin_similarity"]) <= 50 * loose, case.about
-    checked = {*want, "entropy_p05", "entropy_p50", "entropy_p95", "sink_top", "sink_key", "twin", "twin_similarity"}
+    for got, low, high in zip(
+        block.column("critical"), truth.critical(2 * loose), truth.critical(-2 * loose), strict=True
+    ):
+        # a score that is wrong by `loose` moves a gap by twice as much, and the maximum and the median are monotone
+        same = low * (1 - 1e-6) <= got <= high * (1 + 1e-6) if low == low else math.isnan(got)
+        assert same, f"critical: {got}, {low} to {high}; {case.about}"
+    checked = {
+        *want,
+        "critical",
+        "scale",
+        "entropy_p05",
+        "entropy_p50",
+        "entropy_p95",
+        "sink_top",
+        "sink_key",
+        "twin",
+        "twin_similarity",
+    }
     checked |= {f"normalized_{name}" for name in checked if name.startswith("entropy_p")}
     assert set(COLUMNS) <= checked, f"no truth for {set(COLUMNS) - checked}"
 
@@ -161,7 +186,7 @@ def check(seed: int) -> None:
     with case.block(), torch.backends.mkldnn.flags(enabled=False), torch.no_grad():
         torch.manual_seed(seed)
         results.append(case.model(*case.args, **case.kwargs))
-        with partita.watch(case.model, received=True) as w:
+        with partita.watch(case.model, received=True, critical=True) as w:
             torch.manual_seed(seed)
             results.append(case.model(*case.args, **case.kwargs))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0, equal_nan=True, msg=f"other bits; {case.about}")

@@ -65,6 +65,7 @@ def watch(
     title: str | None = None,
     kernel: str = "own",
     received: bool = False,
+    critical: bool = False,
     live: bool = False,
 ) -> Watch:
     """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
@@ -84,11 +85,13 @@ def watch(
         compiled graphs too; there partita's own attention gives both in one pass whatever is asked for.
     received: follow which key positions draw the mass (`record.received`): two passes more at one step of eight in
         training, and at every input otherwise.
+    critical: measure the critical scale of every head on a sample of rows: below it a row's best key drowns among those
+        that compete with it (columns `critical`, in units of the present scale, and `scale`).
     live: a line in the terminal: loss, worst head, and findings as they appear (with `rich`, where it is installed).
     """
     from partita.monitor.handle import Watch
 
     return Watch(
         model, every=every, rows=rows, layers=layers, maps=maps, sinks=sinks, thresholds=thresholds, title=title,
-        kernel=kernel, received=received, live=live,
+        kernel=kernel, received=received, critical=critical, live=live,
     )  # fmt: skip

@@ -60,6 +60,8 @@ class Accumulator:
         self.sampled = zeros(2, heads)  # rows, rows * mass on the strongest key
         self.strongest = zeros(heads).fill_(torch.nan)
         self.keys: Tensor | None = None  # (heads, 5, 2): index and mass, of the last call
+        self.critical: list[Tensor] = []  # (heads, rows) of each close look, if asked for
+        self.scale = zeros(heads).fill_(torch.nan)
         self.received: Received | None = None  # the only part that grows with the number of keys; asked for
         self._alike: tuple[Tensor, Tensor] | None = None
 
@@ -153,6 +155,7 @@ class Accumulator:
     def borrow(self, other: Accumulator) -> None:
         """Take the sampled numbers of an earlier step."""
         self.gram, self.sampled, self.strongest, self.keys = other.gram, other.sampled, other.strongest, other.keys
+        self.critical, self.scale = other.critical, other.scale
         self._alike = other.twins()
 
     def twins(self) -> tuple[Tensor, Tensor]:
@@ -232,5 +235,8 @@ def _columns(parts: Sequence[Accumulator]) -> dict[str, Tensor]:
     sampled = torch.cat([t.sampled for t in parts], 1)
     column["sink_top"] = sampled[1] / torch.where(sampled[0] > 0, sampled[0], torch.nan)
     column["sink_key"] = torch.cat([t.strongest for t in parts])
+    column["scale"] = torch.cat([t.scale for t in parts])
+    looked = [torch.cat([torch.full_like(t.scale, torch.nan)[:, None], *t.critical], 1) for t in parts]
+    column["critical"] = torch.cat([t.nanmedian(1).values for t in looked])
     column["twin"], column["twin_similarity"] = (torch.cat(x) for x in zip(*(t.twins() for t in parts), strict=True))
     return column

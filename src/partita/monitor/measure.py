@@ -16,6 +16,7 @@ from partita import Stats
 from partita.monitor.accumulator import Accumulator
 from partita.monitor.positions import Received
 from partita.monitor.scores import Scores, raised
+from partita.theory.sharpness import critical_scale
 
 SAMPLE = 100_000  # probabilities looked at closely in one call
 CHUNK = 2_000_000  # elements of a mask converted at once
@@ -89,6 +90,25 @@ def look(call: Scores, sums: Accumulator) -> None:
     part = sample(call)
     probs = part.gibbs().probs().float().nan_to_num(0.0)
     sums.add_sample(probs.expand(part.batch, part.heads, part.n_query, part.n_key), part.keep)
+
+
+def criticality(call: Scores, sums: Accumulator) -> None:
+    """The critical scale of sampled rows of the later half, which see about as much as the input is long.
+
+    critical / scale = max over x > 0 of log N(x) / x        N(x) the keys whose score is within x of the row's best
+    """
+    part = sample(call.take(None, slice(call.n_query // 2, call.n_query)))
+    wide = {name: x.double() for name in ("query", "key", "scores") if (x := getattr(part, name)) is not None}
+    part = replace(part, **wide)  # gaps of up to 745 before a weight is 0
+    weights = part.gibbs().probs().expand(*part.shape, part.n_key)
+    live = (weights > 0).sum(-1) >= 2
+    if part.keep is not None:
+        live = live & part.keep[:, None, :]
+    found = torch.where(live, critical_scale(weights.double().log()), torch.nan)
+    sums.critical.append(found.transpose(0, 1).flatten(1))
+    if part.scores is None:
+        scale = torch.as_tensor(part.scale, dtype=torch.float64, device=part.first.device).expand(part.shape)
+        sums.scale = scale.mean((0, 2))
 
 
 def receive(call: Scores, sums: Accumulator, *, rows: int | None, phase: float) -> None:

@@ -122,6 +122,8 @@ class Observer:
         if apart or count % SAMPLED == 0 or layer not in self._samples:
             measure.look(call, sums)
             self._samples[layer] = sums
+            if self.options.critical:
+                measure.criticality(call, sums)
             if self.options.received:
                 measure.receive(call, sums, rows=self.options.rows, phase=phase)
             for where in self.options.maps:

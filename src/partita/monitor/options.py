@@ -26,6 +26,7 @@ class Options:
     thresholds: Thresholds
     kernel: str
     received: bool = False
+    critical: bool = False
 
     def chosen(self, layer: int, name: str) -> bool:
         wanted = self.layers
@@ -35,7 +36,7 @@ class Options:
         """For the record's provenance."""
         maps = [list(m) for m in self.maps]
         plain = {"every": self.every, "rows": self.rows, "layers": self.layers, "maps": maps, "kernel": self.kernel}
-        return {**plain, "received": self.received}
+        return {**plain, "received": self.received, "critical": self.critical}
 
 
 def options(
@@ -50,6 +51,7 @@ def options(
     thresholds: Thresholds | dict[str, float] | None = None,
     kernel: str = "own",
     received: bool = False,
+    critical: bool = False,
 ) -> Options:
     """What `watch` was asked for, of whatever type it came, but the title; `names` are those of the model's modules."""
     if not _whole(every) or every < 1:
@@ -60,9 +62,11 @@ def options(
         raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}; got {kernel!r}.")
     if not isinstance(received, bool):
         raise ValueError(f"received must be True or False: whether to follow what each key receives; got {received!r}.")
+    if not isinstance(critical, bool):
+        raise ValueError(f"critical must be True or False: whether to measure the critical scale; got {critical!r}.")
     limits = thresholds if isinstance(thresholds, Thresholds) else Thresholds().with_(**(thresholds or {}))
     wanted = _layers(layers, model, names)
-    return Options(every, rows, wanted, _maps(maps), _sinks(sinks), limits, kernel, received)
+    return Options(every, rows, wanted, _maps(maps), _sinks(sinks), limits, kernel, received, critical)
 
 
 def _whole(x: object) -> bool:

@@ -37,7 +37,7 @@ def limits(name: str, length: Tensor) -> tuple[Tensor, Tensor] | None:
         return one, length.clamp(min=1)
     if name == "visible":
         return 2 * one, length.clamp(min=2)
-    if name == "score_variance":
+    if name in ("score_variance", "critical"):
         return zero, torch.full_like(length, torch.inf)
     if name == "twin_similarity":
         return -one, one

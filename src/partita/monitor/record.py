@@ -42,6 +42,8 @@ COLUMNS: dict[str, str] = {
     "nonfinite": "rows with a NaN or an infinite score, left out of the means",
     "twin": "the head of the same layer that attends most alike",
     "twin_similarity": "correlation with it, over evenly spaced rows",
+    "scale": "what scores were multiplied by, mean over the rows of a close look; with critical=True",
+    "critical": "critical scale over that scale, median over evenly spaced rows of the later half; with critical=True",
 }
 BAND_COLUMNS = ("rows", "visible", "width", "normalized_entropy", "sink_first")
 INTEGERS = {"sink_key", "length", "rows", "single", "nonfinite", "twin"}

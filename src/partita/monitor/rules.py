@@ -303,6 +303,59 @@ def dilution(record: Record, series: Series, limits: Thresholds) -> Iterator[Fin
     )
 
 
+def critical_law(series: Series, where: Where) -> list[tuple[int, float, float]]:
+    """(length, critical scale in units of the present one, present scale) of a head, by length; if it was measured."""
+    by_length: dict[int, list[dict[str, float]]] = {}
+    for row in series.heads[where]:
+        if not math.isnan(row["critical"]) and row["rows"] > 0:
+            by_length.setdefault(int(row["length"]), []).append(row)
+    return [
+        (n, median([r["critical"] for r in rows]), median([r["scale"] for r in rows]))
+        for n, rows in sorted(by_length.items())
+    ]
+
+
+def below_critical(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Whether scales suffice for the length that was read, and how both grow with it."""
+    laws = {where: law for where in sorted(series.heads) if (law := critical_law(series, where))}
+    if not laws:
+        return
+    longest = max(law[-1][0] for law in laws.values())
+    long = {where: law for where, law in laws.items() if law[-1][0] == longest}
+    below = [(where, law) for where, law in long.items() if law[-1][1] > 1]
+    shown = sorted(below or list(long.items()), key=lambda hit: hit[1][-1][1])
+    where, law = shown[len(shown) // 2]  # a typical one
+    yield Finding(
+        "info",
+        "LENGTH_DILUTION",
+        f"{len(below)} of {len(long)} heads",
+        f"the scale is {'below' if below else 'above'} its critical value at {longest} keys: {1 / law[-1][1]:.2f} of "
+        f"it in layer {where[0]} head {where[1]}{_growths(law, limits)}",
+        "Below its critical scale a row's best key is outweighed by those that compete with it: it averages over more "
+        "keys the more there are."
+        if below
+        else "Above its critical scale a row keeps its mass on a few keys, however many there are.",
+        "",
+        "medium",
+        "scale < critical scale",
+        tuple(w for w, _ in below),
+        tuple(c for _, c, _ in law if math.isfinite(c))[:48],
+    )
+
+
+def _growths(law: list[tuple[int, float, float]], limits: Thresholds) -> str:
+    """How the critical scale and the scale grow from the shortest to the longest input."""
+    (short, first, before), (long, second, after) = law[0], law[-1]
+    if long < limits.dilution_span * short or not all(0 < x < math.inf for x in (first, second)):
+        return ""
+    grown = after / before if before > 0 and math.isfinite(after) else 1.0
+    ratio = second / first * grown
+    between = f"; from {short} to {long} keys the critical scale grows {ratio:.2f} times"
+    if min(short, long) > 2 and ratio > 0:
+        between += f" (as log n to the {math.log(ratio) / math.log(math.log(long) / math.log(short)):.2f})"
+    return f"{between} and the scale {grown:.2f} times"
+
+
 def _policy_advice(record: Record) -> str:
     """What this record's own study of scale policies shows at its greatest length; without one, to make one."""
     rows = [r for r in record.studies if r.get("study") == "scale-policy"]
@@ -385,4 +438,4 @@ def nonfinite(record: Record, series: Series, limits: Thresholds) -> Iterator[Fi
         )
 
 
-RULES: tuple[Rule, ...] = (collapsed, uniform, sinks, growth, drop, dilution, duplicates, nonfinite)
+RULES: tuple[Rule, ...] = (collapsed, uniform, sinks, growth, drop, dilution, below_critical, duplicates, nonfinite)

@@ -3,7 +3,8 @@
 The loss of the same words at every length: some of the middle 64 words of passages are hidden, and what stands around
 them grows from 64 to 1024 words. Two things change with the length: distances that the model has never seen, and the
 number of keys that share the attention. Position settings take away the first, a scale with log n the second, so the
-two are crossed.
+two are crossed: all positions with 1/sqrt(d) and LogLength at every length (`two`), then with every other scale at
+the longest, rotary and clipped ones from 512 words on (`all`).
 
     fixed   one model per seed, trained at 64 words, where all policies are one model; only the reading changes
     mixed   windows of 16 to 128 words, so that the scale acts in training; one model per policy
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from partita import scale, support
-from partita.attn import NTK, Clipped, NoPositions, Positions, Rotary, YaRN
+from partita.attn import NTK, Clipped, NoPositions, Positions, Rotary, YaRN, rotary_attention
 from partita.lab.figure import Figure, Line, Panel
 from partita.losses import LossStats, linear_cross_entropy
+from partita.nn import TransformerEncoderLayer
 from partita_studies.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, interval, mean_by
 from partita_studies.experiments._language_model import HIDE, RARE, TEXT, Model, Plan, corpus, measured_sigma, train
 from partita_studies.experiments._series import note, only, series
@@ -37,12 +39,13 @@ TRAINED, SPAN = 64, 64
 MIXED = (16, 32, 64, 128)
 USUAL, LOG = "1/sqrt(d)", "LogLength"
 POSITIONS = ("rotary", "NTK", "YaRN", "clipped", "window", "none")
-CROSSED = ("rotary", "clipped")  # met by every scale; the others by the first two
+CROSSED = ("rotary", "clipped")  # what the claim is about
+FAR = 8 * TRAINED  # words; from here on clipped distances should gain
 POLICIES = (USUAL, LOG, "SqrtLogLength", "KappaLog(1)", "Mixed", "CalibratedLog")
 FACTORS = (0.7, 1.5, 2.0, 3.0)  # of 1/sqrt(d), at the longest length alone
 HIDDEN = 11  # words of each span, that is 17 %
 _PLAN = ("text", "words", "width", "heads", "layers", "batch", "steps", "rate")
-_TOGETHER = 16384  # words read at once
+_TOGETHER = 4096  # words read at once: what a layer makes of them stays in the cache
 
 
 def places(name: str, n: int) -> Positions:
@@ -91,29 +94,42 @@ def passages(text: str, words: int, longest: int, count: int) -> tuple[Tensor, T
     return every.masked_fill(chosen, HIDE), every.masked_fill(~chosen, -100)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def read(model: Model, name: str, policy: scale.Policy | None, seen: Tensor, truth: Tensor, n: int) -> dict[str, float]:
-    """Loss and accuracy of the hidden words with n words around them."""
-    cut = slice((seen.shape[1] - n) // 2, (seen.shape[1] - n) // 2 + n)
-    own = [(layer.self_attn.rotary, layer.self_attn.scale) for layer in model.layers]  # type: ignore[union-attr]
-    around = support.window(TRAINED // 2, TRAINED // 2) if name == "window" else None
+    """Loss and accuracy of the hidden words with n words around them; what nobody asks for is not computed."""
+    cut = slice((seen.shape[1] - n) // 2, (seen.shape[1] + n) // 2)
+    middle = slice((n - SPAN) // 2, (n + SPAN) // 2)
     nll, right = [], []
-    try:
+    step = max(1, _TOGETHER // n)
+    for k in range(0, len(seen), step):
+        x = model.embed(seen[k : k + step, cut])
         for layer in model.layers:
-            layer.self_attn.rotary, layer.self_attn.scale = places(name, n), policy  # type: ignore[union-attr]
-        step = max(1, _TOGETHER // n)
-        for k in range(0, len(seen), step):
-            asked = truth[k : k + step, cut]
-            hidden = model(seen[k : k + step, cut], around)
-            kept = asked >= 0
-            _, stats = linear_cross_entropy(hidden[kept], model.embed.weight, asked[kept], return_stats=True)
-            assert isinstance(stats, LossStats)
-            nll.append(stats.nll)
-            right.append(stats.correct.float())
-    finally:
-        for layer, (rotary, usual) in zip(model.layers, own, strict=True):
-            layer.self_attn.rotary, layer.self_attn.scale = rotary, usual  # type: ignore[union-attr]
+            assert isinstance(layer, TransformerEncoderLayer)
+            x = through(layer, x, middle if layer is model.layers[-1] else slice(0, n), name, policy)
+        asked = truth[k : k + step, cut][:, middle]
+        kept = asked >= 0
+        _, stats = linear_cross_entropy(model.norm(x[kept]), model.embed.weight, asked[kept], return_stats=True)
+        assert isinstance(stats, LossStats)
+        nll.append(stats.nll)
+        right.append(stats.correct.float())
     return {"nll": torch.cat(nll).mean().item(), "accuracy": 100 * torch.cat(right).mean().item()}
+
+
+def through(layer: TransformerEncoderLayer, x: Tensor, rows: slice, name: str, policy: scale.Policy | None) -> Tensor:
+    """What a layer makes of some places, each of which sees every place: its own forward, with other positions."""
+    first, part, look = rows.start, x[:, rows], layer.self_attn
+    weights, biases = look.projections()
+    every = layer.norm1(x)  # type: ignore[operator]
+    given = (every[:, rows], every, every)
+    q, k, v = (torch.nn.functional.linear(h, w, b) for h, w, b in zip(given, weights, biases, strict=True))
+    q, k, v = (h.unflatten(-1, (-1, look.head_dim)).transpose(1, 2) for h in (q, k, v))
+    side = TRAINED // 2
+    around = support.window(side - first, side + first) if name == "window" else None
+    heads = rotary_attention(q, k, v, places(name, x.shape[1]), where=first, support=around, scale=policy)
+    assert isinstance(heads, Tensor)
+    part = part + look.out_proj(heads.transpose(1, 2).flatten(2))
+    out: Tensor = part + layer.linear2(layer.activation(layer.linear1(layer.norm2(part))))  # type: ignore[operator]
+    return out
 
 
 def run(settings: Settings, seed: int) -> Iterable[Row]:
@@ -122,18 +138,25 @@ def run(settings: Settings, seed: int) -> Iterable[Row]:
     longest, name = int(settings["longest"]), str(settings["positions"])
     seen, truth = passages(plan.text, plan.words, longest, int(settings["passages"]))
     known = policies(measured_sigma(model, plan))
-    if settings["arm"] == "mixed":  # read as it was trained
-        ways = {str(settings["policy"]): known[str(settings["policy"])]}
+    for way, n in _readings(settings, list(known)):
+        found = read(model, name, known[way], seen, truth, n)
+        yield {
+            "arm": settings["arm"], "positions": name, "scale": way, "n": n, "seed": seed,
+            "targets": int((truth >= 0).sum()), **found,
+        }  # fmt: skip
+
+
+def _readings(settings: Settings, known: list[str]) -> Iterator[tuple[str, int]]:
+    """Which scales are read at which lengths in one cell."""
+    lengths = list(_lengths(int(settings["longest"])))
+    if settings["scales"] == "own":  # a model trained on several lengths is read as it was trained
+        yield from ((str(settings["policy"]), n) for n in lengths)
+    elif settings["scales"] == "two":
+        yield from ((way, n) for way in (USUAL, LOG) for n in lengths)
     else:
-        ways = {way: known[way] for way in (known if name in CROSSED else (USUAL, LOG))}
-    for way, policy in ways.items():
-        for n in _lengths(longest):
-            if way in POLICIES or n == longest:
-                found = read(model, name, policy, seen, truth, n)
-                yield {
-                    "arm": settings["arm"], "positions": name, "scale": way, "n": n, "seed": seed,
-                    "targets": int((truth >= 0).sum()), **found,
-                }  # fmt: skip
+        far = [n for n in lengths if n >= FAR and settings["positions"] in CROSSED] or lengths[-1:]
+        for way in (w for w in known if w not in (USUAL, LOG)):
+            yield from ((way, n) for n in (far if way in POLICIES else lengths[-1:]))
 
 
 def _lengths(longest: int) -> Iterator[int]:
@@ -159,7 +182,7 @@ def judge(rows: list[Row]) -> Verdict:
     fixed, mixed = only(rows, arm="fixed"), only(rows, arm="mixed")
     lengths = sorted({row["n"] for row in fixed})
     last = lengths[-1]
-    far = [n for n in lengths if n >= 8 * TRAINED] or [last]
+    far = [n for n in lengths if n >= FAR] or [last]
     rotary = interval(gain(fixed, "rotary", last).values())
     clipped = {n: interval(gain(fixed, "clipped", n).values()) for n in far}
     with_rotary, with_clipped = (gain(fixed, name, last) for name in CROSSED)
@@ -169,6 +192,7 @@ def judge(rows: list[Row]) -> Verdict:
         "rotary gains nothing": rotary.low <= 0,
         "clipped gains at " + "/".join(map(str, far)): all(found.low > 0 for found in clipped.values()),
         "interaction": both.low > 0,
+        "no more than the ceiling": clipped[last].mean <= dilution.high,
         "most is positions": positions.mean > dilution.mean,
     }
     mean = mean_by(only(fixed, scale=USUAL), "nll", "positions", "n")
@@ -180,14 +204,17 @@ def judge(rows: list[Row]) -> Verdict:
         + f". At {last}, positions cost {positions} (rotary minus clipped) and dilution {dilution} (clipped minus "
         f"window, the ceiling). LogLength gains {rotary} with rotary, "
         + ", ".join(f"{found} with clipped at {n}" for n, found in clipped.items())
-        + f"; interaction {both}. Every way with clipped distances at {last}: "
-        + ", ".join(f"{w} {_of(gain(fixed, 'clipped', last, w))}" for w in _ways(fixed))
-        + "."
+        + f"; interaction {both}."
     )
+    for p in CROSSED:
+        says += f" Every way with {p} distances at {last} gains "
+        says += ", ".join(f"{w} {_of(gain(fixed, p, last, w))}" for w in _ways(fixed)) + "."
     if mixed:
         found = mean_by(only(mixed, n=last), "nll", "positions", "scale")
         says += f" Trained on 16 to 128 words, nats at {last}: "
-        says += ", ".join(f"{way} with {p} {value}" for (p, way), value in found.items()) + "."
+        says += ", ".join(f"{way} with {p} {value}" for (p, way), value in found.items())
+        trained_with = {p: interval(gain(mixed, p, last).values()) for p in CROSSED}
+        says += f"; LogLength gains {', '.join(f'{value} with {p}' for p, value in trained_with.items())}."
     failed = [claim for claim, true in claims.items() if not true]
     if not failed:
         return Verdict("holds", says)
@@ -236,9 +263,9 @@ def _settings(text: str, shape: tuple[int, ...], rate: float, longest: int, coun
     fixed = {"text": text, "words": words, "width": width, "heads": heads, "layers": layers, "batch": batch}
     fixed |= {"steps": steps, "rate": rate, "longest": longest, "passages": count}
     same = {key: [value] for key, value in fixed.items()}
-    found = grid(arm=["fixed"], policy=["any"], positions=list(POSITIONS), **same)
+    found = grid(scales=["two", "all"], arm=["fixed"], policy=["any"], positions=list(POSITIONS), **same)
     if mixed:
-        found += grid(arm=["mixed"], policy=[USUAL, LOG], positions=["rotary", "clipped"], **same)
+        found += grid(scales=["own"], positions=list(CROSSED), arm=["mixed"], policy=[USUAL, LOG], **same)
     return found
 
 
@@ -253,7 +280,7 @@ EXPERIMENT = Experiment(
     sizes={
         "tiny": Size(_settings("reference", (300, 16, 2, 1, 2, 3), 2e-3, 128, 4, True), seeds=2, seconds=0.3),
         "quick": Size(_settings(TEXT, (500, 32, 2, 1, 8, 100), 5e-3, 256, 24, False), seeds=2, seconds=4.0),
-        "full": Size(_settings(TEXT, (2000, 96, 4, 2, 16, 1500), 2e-3, 1024, 1017, True), seeds=8, seconds=90.0),
+        "full": Size(_settings(TEXT, (2000, 96, 4, 2, 16, 1500), 2e-3, 1024, 912, True), seeds=8, seconds=45.0),
     },
     run=run,
     judge=judge,

@@ -6,21 +6,15 @@ The critical scale is in units of the present one: above 1 the head's best key d
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-import partita
-from partita.interception import named
 from partita.lab.stretch.question import Question
 from partita.lab.stretch.reader import OWN, Reader
 from partita.monitor import Watch
-from partita.monitor.measure import sample
-from partita.monitor.scores import partita_scores
 from partita.scale import CriticalScale
-from partita.theory.sharpness import critical_scale
 
 __all__ = ["growth", "heads"]
 
@@ -34,18 +28,13 @@ def heads(reads: Reader, question: Question) -> list[dict[str, Any]]:
     rows = []
     for length in question.lengths:
         asked = [question.asked(range(k, k + 1), length) for k in range(min(_LOOKED, len(question.starts)))]
-        with Watch(reads.model) as seen, torch.no_grad():
-            for passage in asked:
-                reads.nll(*passage)
-        with _Rows() as looked, torch.no_grad():
+        with Watch(reads.model, critical=True) as seen, torch.no_grad():
             for passage in asked:
                 reads.nll(*passage)
         groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
         for row in seen.frame(pandas=False):
             groups.setdefault((row["layer"], row["head"]), []).append(row)
-        critical = looked.medians(len(asked))
         for (layer, head), each in sorted(groups.items()):
-            known = layer < len(critical) and head < len(critical[layer])
             rows.append(
                 {
                     "layer": layer,
@@ -54,35 +43,10 @@ def heads(reads: Reader, question: Question) -> list[dict[str, Any]]:
                     "entropy": sum(r["entropy"] for r in each) / len(each),
                     "width": sum(r["effective_width"] for r in each) / len(each),
                     "spread": math.sqrt(max(0.0, sum(r["score_variance"] for r in each) / len(each))),
-                    "critical": critical[layer][head] if known else math.nan,
+                    "critical": statistics.median(r["critical"] for r in each),
                 }
             )
     return rows
-
-
-class _Rows(TorchFunctionMode):
-    """The critical scale of sampled rows of every call of partita's attention, by head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Tensor] = []  # (heads, rows) each
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is partita.attention:
-            call = partita_scores(named(args, kwargs))
-            n = call.n_query
-            part = sample(call.take(None, slice(n // 2, n)))  # rows that see as much as the text is long
-            found = critical_scale(part.gibbs().probs().double().log())
-            self.calls.append(found.expand(part.batch, part.heads, part.n_query).transpose(0, 1).flatten(1))
-        return func(*args, **kwargs)
-
-    def medians(self, passages: int) -> list[list[float]]:
-        """Of every layer and head, over the passages; layers in the order in which they were called."""
-        layers = len(self.calls) // passages
-        return [torch.cat(self.calls[k::layers], 1).median(-1).values.tolist() for k in range(layers)]
 
 
 def growth(rows: list[dict[str, Any]], trained: int) -> CriticalScale | None:

@@ -6,7 +6,8 @@ At a scale above it every gap is worth its competitors, N(x) exp(-scale x) < 1, 
 a scale below it the competitors at the gap that decides outweigh the best. The growth of N with the length is all there
 is to the laws sqrt(log n), log n and n: they are rows of Gaussian scores, of one key with a margin, of bounded scores.
 From Hayase and Karakida (2026), A unified framework for critical scaling of inverse temperature in self-attention,
-arXiv 2605.12697, whose idea it is; this is one way to make it a number, with bounds that hold for any row.
+arXiv 2605.12697: the number is their upper-tail accumulation scale, the smallest L with N(x) <= exp(L x) for all x (as
+it is restated elsewhere; their own text was not at hand). The bounds below hold for any row, not in the limit alone.
 """
 
 from __future__ import annotations
