@@ -163,7 +163,8 @@ def test_the_search_box_takes_formulas_for_words(opened: Any, formula: str) -> N
     page = opened("index.html")
     page.keyboard.press("/")
     page.keyboard.type(formula + " entropy")
-    page.locator(".md-search-result__link").first.wait_for(state="attached")
+    page.wait_for_function("/matching/.test(document.querySelector('.md-search-result__meta').textContent)")
+    assert page.locator(".md-search-result__link").count()
 
 
 def test_the_keyboard_reaches_the_content(opened: Any) -> None:
