@@ -1,58 +1,10 @@
 // The C interface driven without Python and torch, against sums in long double: for processors that have to be
-// emulated.
+// emulated. Here the plain pass, forward and backward, and the classifier; what check.h names last has the rest.
 //
 //   cmake -B build -S native -DPARTITA_CHECK=ON && cmake --build build && build/partita_check
-//
-// The bound is the project's own: the largest error of a result is at most twice that of the plain formula in the same
-// dtype, and where that one happens to be exact, four units in the last place of the largest value. In float64, where
-// twice is not promised, it is the bound of a sum: as many units in the last place as terms were added.
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <limits>
-#include <random>
-#include <vector>
-
-#include "interface.h"
-
-extern "C" {
-const char* partita_isa();
-int32_t partita_forward(const PartitaProblem*, const PartitaSums*);
-int32_t partita_backward(const PartitaProblem*, const PartitaGradients*);
-int32_t partita_softmax_rows(const PartitaSoftmaxRows*);
-int32_t partita_logits(const PartitaLogits*);
-}
+#include "check.h"
 
 namespace {
-
-using Exact = long double;  // 80 bits on x86, 113 of mantissa on ARM
-
-int failures = 0;
-
-template <class A>
-struct Error {
-  double ours = 0, plain = 0, largest = 0;
-  void add(Exact exact, Exact got, Exact naive) {
-    ours = std::max(ours, std::isnan(got) ? 1e300 : static_cast<double>(std::abs(got - exact)));
-    plain = std::max(plain, static_cast<double>(std::abs(naive - exact)));
-    largest = std::max(largest, static_cast<double>(std::abs(exact)));
-  }
-  void hold(const char* what, int64_t terms) const {
-    const double units = sizeof(A) == 8 ? std::max(4.0, double(terms)) : 4.0;
-    const double bound = std::max(2 * plain, units * std::numeric_limits<A>::epsilon() * largest);
-    const bool fine = ours <= bound;
-    failures += !fine;
-    std::printf("  %-34s error %.2e, plain %.2e%s\n", what, ours, plain, fine ? "" : "   TOO LARGE");
-  }
-};
-
-template <class A>
-std::vector<A> drawn(std::mt19937& source, size_t n) {
-  std::normal_distribution<double> normal;
-  std::vector<A> out(n);
-  for (A& x : out) x = static_cast<A>(normal(source));
-  return out;
-}
 
 // Plain sums of one row in type T: what the kernel streams, with all scores at hand.
 template <class T>
@@ -169,8 +121,7 @@ void check_pass(int64_t Q, int64_t K, int64_t D, int64_t V, bool causal) {
   query_gradient.hold("gradient of the query", K);
   key_gradient.hold("gradient of the key", Q);
   value_gradient.hold("gradient of the value", Q);
-  std::printf("  %-34s %d wrong\n", "ranks and counts", int(wrong));
-  failures += wrong > 0;
+  expect("ranks and counts", wrong);
 }
 
 template <class A>
@@ -230,6 +181,8 @@ int main() {
   check_pass<double>(29, 173, 21, 11, true);
   check_classifier<float>(37, 501, 45);
   check_classifier<double>(13, 101, 21);
+  check_supports();
+  check_rows();
   std::printf(failures ? "%d failed\n" : "all hold\n", failures);
   return failures != 0;
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,11 +35,25 @@ USAGE = {
     "partita.watch(model).findings()": "list[partita.monitor.Finding]",
     "partita.nn.MultiheadAttention(32, 4)": "partita.nn.MultiheadAttention",
 }
+# what is no such call -> what mypy and pyright call it
 WRONG = {
-    'partita.attention(x, x, x, scale="large")': "call-overload",
-    "partita.linear_cross_entropy(x, x)": "call-overload",
-    "partita.info_nce_loss(x, x, return_stats=True).backward()": "attr-defined",
+    'partita.attention(x, x, x, scale="large")': ("call-overload", "reportArgumentType"),
+    "partita.linear_cross_entropy(x, x)": ("call-overload", "reportCallIssue"),
+    "partita.info_nce_loss(x, x, return_stats=True).backward()": ("attr-defined", "reportAttributeAccessIssue"),
 }
+HEAD = [
+    "import partita",
+    "from torch import Tensor, nn",
+    "def use(x: Tensor, y: Tensor, model: nn.Module, flag: bool) -> None:",
+]
+FIRST_WRONG = len(HEAD) + len(USAGE) + 1
+
+
+def write_user(folder: Path) -> None:
+    """A user's file: a line for each call, its type written out; then the wrong ones."""
+    lines = [f"    v{k}: {kind} = {call}" for k, (call, kind) in enumerate(USAGE.items())]
+    lines += [f"    {call}" for call in WRONG]
+    (folder / "user.py").write_text("\n".join([*HEAD, *lines]) + "\n")
 
 
 def test_the_stub_says_what_the_functions_say() -> None:
@@ -51,11 +68,7 @@ def test_the_stub_says_what_the_functions_say() -> None:
 def test_documented_calls_have_their_types(tmp_path: Path) -> None:
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed: make test has it")
-    head = ["import partita", "from torch import Tensor, nn"]
-    head += ["def use(x: Tensor, y: Tensor, model: nn.Module, flag: bool) -> None:"]
-    lines = [f"    v{k}: {kind} = {call}" for k, (call, kind) in enumerate(USAGE.items())]
-    lines += [f"    {call}" for call in WRONG]
-    (tmp_path / "user.py").write_text("\n".join([*head, *lines]) + "\n")
+    write_user(tmp_path)
     # the sources, as a user's checker finds the installed package; what mypy knows of torch is kept between runs
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache"), "--python-version", "3.10",
@@ -63,5 +76,22 @@ def test_documented_calls_have_their_types(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, env={"MYPYPATH": str(ROOT / "src"), "PATH": ""},
     )  # fmt: skip
     found = dict(re.findall(r"user\.py:(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.MULTILINE))
-    first = len(head) + len(USAGE) + 1
-    assert found == {str(first + k): code for k, code in enumerate(WRONG.values())}, done.stdout + done.stderr
+    assert found == {str(FIRST_WRONG + k): code for k, (code, _) in enumerate(WRONG.values())}, (
+        done.stdout + done.stderr
+    )
+
+
+def test_documented_calls_have_their_types_for_pyright_too(tmp_path: Path) -> None:
+    pyright = os.environ.get("PARTITA_PYRIGHT") or shutil.which("pyright")
+    if pyright is None:
+        pytest.skip("no pyright: npm install pyright, and put it on the PATH or into PARTITA_PYRIGHT")
+    write_user(tmp_path)
+    settings = {"include": ["user.py"], "extraPaths": [str(ROOT / "src")], "pythonVersion": "3.10"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({**settings, "typeCheckingMode": "standard"}))
+    done = subprocess.run(
+        [pyright, "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    said = json.loads(done.stdout)["generalDiagnostics"]
+    found = {d["range"]["start"]["line"] + 1: d.get("rule") for d in said if d["severity"] == "error"}
+    assert found == {FIRST_WRONG + k: rule for k, (_, rule) in enumerate(WRONG.values())}, said

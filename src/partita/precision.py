@@ -24,6 +24,9 @@ __all__ = [
     "product",
 ]
 
+# Always there; of others torch is asked, which versions before 2.9 cannot trace.
+_AUTOCASTING = frozenset(("cpu", "cuda", "mps", "xpu"))
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 stays; everything below is summed in float32."""
@@ -57,7 +60,8 @@ def log_of(count: int, device: torch.device) -> float | Tensor:
 
 def autocasts(kind: str) -> bool:
     """Whether autocast is on for this kind of device; some kinds have none."""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    known = kind in _AUTOCASTING or torch.amp.is_autocast_available(kind)
+    return known and torch.is_autocast_enabled(kind)
 
 
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
