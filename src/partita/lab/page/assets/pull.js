@@ -12,18 +12,18 @@ function pullView() {
     return { p: g.p, weight, along, query: -along.reduce((a, b) => a + b, 0) };
   }
   function draw() {
-    const W = Math.max(250, Math.min(420, f.body.clientWidth || 400)), c = W / 2, R = c - 44, F = forces(), largest = Math.max(1e-9, Math.abs(F.query), ...F.along.map(Math.abs));
+    const W = Math.max(250, Math.min(420, f.body.clientWidth || 400)), c = W / 2, R = c - 34, F = forces(), largest = Math.max(1e-9, Math.abs(F.query), ...F.along.map(Math.abs));
     const at = (a, r = R) => [c + r * Math.cos(rad(a)), c - r * Math.sin(rad(a))];
     const svg = sv("svg", { class: "drag", viewBox: `0 0 ${W} ${W}`, role: "group", "aria-label": "vectors on a circle" });
     svg.append(sv("circle", { cx: c, cy: c, r: R, fill: "none", stroke: "var(--ink)", "stroke-opacity": 0.25 }));
     const vector = (id, a, name, colour, force, move) => {
-      const [x, y] = at(a), step = (32 * force) / largest, from = at(a, R + 14), to = [from[0] - step * Math.sin(rad(a)), from[1] - step * Math.cos(rad(a))], text = at(a, R + 32);
+      const [x, y] = at(a), step = (32 * force) / largest, from = at(a, R + 14), to = [from[0] - step * Math.sin(rad(a)), from[1] - step * Math.cos(rad(a))], text = at(a, 0.6 * R), off = 10 + 24 * Math.abs(Math.sin(rad(a)));
       svg.append(sv("line", { x1: c, y1: c, x2: x, y2: y, stroke: colour, "stroke-width": id === "p-q" ? 2.5 : 1.5, "stroke-opacity": 0.8 }));
       if (Math.abs(step) > 0.5) {
         const length = Math.abs(step), u = [(to[0] - from[0]) / length, (to[1] - from[1]) / length], tip = Math.min(6, length);
         svg.append(sv("path", { class: "force", d: `M${from.join(" ")}L${to.join(" ")}M${to[0] - tip * (u[0] + 0.6 * u[1])} ${to[1] - tip * (u[1] - 0.6 * u[0])}L${to.join(" ")}L${to[0] - tip * (u[0] - 0.6 * u[1])} ${to[1] - tip * (u[1] + 0.6 * u[0])}`, fill: "none", stroke: colour, "stroke-width": 2 }));
       }
-      if (name) svg.append(sv("text", { x: text[0], y: text[1] + 4, "text-anchor": "middle", class: "tick" }, name));
+      if (name) svg.append(sv("text", { x: text[0] - off * Math.sin(rad(a)), y: text[1] + 4 - 16 * Math.cos(rad(a)), "text-anchor": "middle", class: "tick" }, name));
       const dot = sv("circle", { class: "handle", id, cx: x, cy: y, r: 7, fill: colour, stroke: "var(--paper)", "stroke-width": 2, tabindex: 0, role: "slider", "aria-label": name || id, "aria-valuenow": fmt(a, 4), "aria-valuetext": `${fmt(a, 3)} degrees, force ${fmt(force, 3)}` });
       dot.addEventListener("pointerdown", (e) => { held = move; e.preventDefault(); });
       dot.addEventListener("keydown", (e) => { const by = { ArrowLeft: 3, ArrowUp: 3, ArrowRight: -3, ArrowDown: -3 }[e.key]; if (by) { move((a + by + 360) % 360); e.preventDefault(); draw(); document.getElementById(id).focus(); } });
