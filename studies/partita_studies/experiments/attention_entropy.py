@@ -126,8 +126,12 @@ EXPERIMENT = Experiment(
     ids=("M-INF-5", "M-INF-6"),
     sizes={
         "tiny": Size(grid(weight=[-1.0, 0.0, 1.0], train=[32], steps=[4]), seeds=2, seconds=0.1),
-        "quick": Size(grid(weight=[-1.0, -0.3, 0.0, 0.3, 1.0], train=[64, 512], steps=[60]), seeds=3, seconds=1.0),
-        "full": Size(grid(weight=[-1.0, -0.3, 0.0, 0.3, 1.0], train=[64, 512], steps=[300]), seeds=6, seconds=4.5),
+        "quick": Size(
+            grid(weight=[-1.0, -0.3, -0.03, 0.0, 0.03, 0.3, 1.0], train=[64, 512], steps=[60]), seeds=3, seconds=1.0
+        ),
+        "full": Size(
+            grid(weight=[-1.0, -0.3, -0.03, 0.0, 0.03, 0.3, 1.0], train=[64, 512], steps=[300]), seeds=6, seconds=4.5
+        ),
     },
     run=run,
     judge=judge,
