@@ -185,7 +185,7 @@ EXPERIMENT = Experiment(
     ids=("M-INF-3", "M-INF-4", "M-SCL-1", "M-DER-7", "M-SCL-12"),
     sizes={
         "tiny": Size(cells([0.5, 8.0], [1.0], 4), seeds=2, seconds=0.15),
-        "quick": Size(cells([0.25, 1.0, 2.0, 8.0], [0.5, 1.0], 100), seeds=4, seconds=1.2),
+        "quick": Size(cells([0.5, 1.0, 2.0, 8.0], [0.5, 1.0], 100), seeds=4, seconds=1.2),
         "full": Size(cells([0.25, 0.5, 1.0, 1.5, 4.0, 8.0, 16.0], [0.5, 1.0, 2.0], 300), seeds=6, seconds=3.5),
     },
     run=run,

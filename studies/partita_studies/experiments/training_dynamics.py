@@ -195,15 +195,15 @@ def judge(rows: list[Row]) -> Verdict:
 
 
 def figure(rows: list[Row]) -> Figure:
-    panels = []
+    count, panels = note(rows), []
+    rows = [{**row, "gap": row["held_out"] - row["loss"]} for row in over_layers(rows)]
     for kind in MODELS:
         lines = [series(only(rows, model=kind, treatment=name), name, "step", "entropy") for name in TREATMENTS]
         panels.append(Panel(f"Does the entropy fall: {kind}?", "step", "H / log n", lines))
     plain = only(rows, treatment="plain")
-    lines = [series(only(plain, model=kind), f"{kind}, held out", "step", "held_out") for kind in MODELS]
-    lines += [series(only(plain, model=kind), f"{kind}, learnt", "step", "loss") for kind in MODELS]
-    panels.append(Panel("Who over-fits, of the plain ones?", "step", "loss, nats", lines))
-    return Figure(EXPERIMENT.question, panels, note(rows))
+    lines = [series(only(plain, model=kind), kind, "step", "gap") for kind in MODELS]
+    panels.append(Panel("Who over-fits, of the plain ones?", "step", "held-out less training loss, nats", lines))
+    return Figure(EXPERIMENT.question, panels, count)
 
 
 SHAPE = {"model": list(MODELS), "treatment": list(TREATMENTS)}
