@@ -21,8 +21,9 @@ HEAD = """# The notes, section by section
 
 The five texts this project began with ([statements](statements.md) says which), and what became of each section: the
 statements it was corrected to, the functions that compute them, the tests that would fail if they were false, the
-studies that put them to the test, and the page to read. Sections are numbered as in the notes, titles are ours. A cell
-names a few of what there is; the statements have all of it.
+studies that put them to the test, and the page to read. Sections are numbered as in the notes, titles are ours;
+neighbours that the sources of the statements do not tell apart share a row. A cell names a few of what there is; the
+statements have all of it.
 
 This page is written by `python docs/sections.py` from `tests/sections.toml` and the sources.
 """

@@ -51,9 +51,9 @@ SECTIONS = {
         "findings.md",
         "*",
     ],
-    "Reference": ["conventions.md", "reference/", "statements.md"],
+    "Reference": ["conventions.md", "reference/", "statements.md", "sections.md"],
     "Why": ["explain/"],
-    "Studies": ["studies.md", "study/", "errata.md", "log.md"],
+    "Studies": ["studies.md", "verdicts.md", "study/", "errata.md", "log.md"],
     "Gallery": ["gallery.md"],
     "Project": list(ROOTED.values()),
 }

@@ -1,10 +1,12 @@
-"""A page for each study: its question, what was expected before the run, what came out, the figure.
+"""A page for each study: its question, what was expected before the run, what came out, the figure, the rows.
 
-python site/studies.py FOLDER       takes verdicts and figures of `partita study run ... --out FOLDER` into docs/
+python site/studies.py [FOLDER]     takes verdicts, figures and rows of `partita study run ... --out FOLDER` into docs/,
+                                    and writes docs/verdicts.md
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import sys
@@ -12,12 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from partita_studies.experiment import Row, interval
 from partita_studies.experiments import find, names
+from partita_studies.store import Store
 
-__all__ = ["study_pages"]
+__all__ = ["study_pages", "verdict_page"]
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SIZES = ("full", "quick")  # the larger one speaks
+ELSEWHERE = {"errata": "errata.md"}  # a study whose outcome is a page of its own
+HEAD = """# What came out of every study
+
+Question, what was expected before the run, verdict and the numbers it rests on, of the largest size that was run; what
+does not hold stands here as what does. What a verdict means is in [studies](studies.md). Rows are means over seeds,
+with the half width of their 95 % interval beside them.
+
+This page is written by `python site/studies.py` from `docs/verdicts.json`.
+"""
 
 
 def study_pages(docs: Path) -> Iterator[tuple[str, str]]:
@@ -36,6 +49,8 @@ def study_pages(docs: Path) -> Iterator[tuple[str, str]]:
             body += ["Not run for this page; [the log](../log.md) may have it.", ""]
         if (docs / "figures" / f"{name}.svg").exists():
             body += [f"![{escape(study.question)}](../figures/{name}.svg)", ""]
+        if found and (docs / "rows" / f"{name}.csv").exists():
+            body += [f"[Means and intervals of the rows](../rows/{name}.csv)", ""]
         body += ["## Expected before the run", "", escape(study.expected), "", "## Statements it bears on", ""]
         body += [", ".join(f"[{one}](../statements.md#{one.lower()})" for one in study.ids), ""]
         yield f"study/{name}.md", "\n".join(body)
@@ -44,6 +59,68 @@ def study_pages(docs: Path) -> Iterator[tuple[str, str]]:
     table = ["| study | question | verdict |", "|---|---|---|", *rows]
     said = "What each verdict means is in [studies](../studies.md). Without one: not run for this page."
     yield "study/index.md", "\n".join(["# All studies", "", said, "", *table, ""])
+
+
+def verdict_page(docs: Path) -> str:
+    """The text of docs/verdicts.md: every study, run or not."""
+    verdicts = _verdicts(docs / "verdicts.json")
+    parts = [HEAD]
+    for name in names():
+        study = find(name)
+        parts += [f"## {name}", "", escape(study.question), "", f"Expected: {escape(study.expected)}", ""]
+        size = next((s for s in SIZES if s in verdicts.get(name, {})), "")
+        if name in ELSEWHERE:
+            parts += [f"Its outcome is a page: [{name}]({ELSEWHERE[name]}).", ""]
+        elif not size:
+            parts += ["Not run for this page; [the log](log.md) may have it.", ""]
+        else:
+            found = verdicts[name][size]
+            within = f" ({escape(found['within'])})" if found.get("within") else ""
+            parts += [f"**{found['answer']}**{within}. {escape(found['evidence'])}", ""]
+            links = [f"size `{size}`: {found['cells']} settings and seeds, {found['rows']} rows"]
+            links += [
+                f"[{kind}]({kind}s/{name}.{end})"
+                for kind, end in (("figure", "svg"), ("row", "csv"))
+                if (docs / f"{kind}s" / f"{name}.{end}").exists()
+            ]
+            parts += ["; ".join(links).replace("[row]", "[rows]") + ".", ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def means(rows: list[Row]) -> list[Row]:
+    """One row for what every seed repeats: what seeds agree on as it is, else its mean and half width of the interval.
+
+    The rows of a seed come in the order of the plan, so the k-th of each belongs together; seeds that have different
+    numbers of rows, or another kind of row in that place, are left as they are.
+    """
+    seeds: dict[int, list[Row]] = {}
+    for row in rows:
+        seeds.setdefault(row["seed"], []).append(row)
+    beside = list(zip(*seeds.values(), strict=False))
+    if len({len(own) for own in seeds.values()}) > 1 or any(len({tuple(r) for r in same}) > 1 for same in beside):
+        return rows
+    found = []
+    for same in beside:
+        mean: Row = {"seeds": len(same)}
+        for column in same[0]:
+            values = [row[column] for row in same]
+            if column != "seed" and len(set(map(str, values))) == 1:
+                mean[column] = values[0]
+            elif column != "seed":
+                spread = interval(float(v) for v in values)
+                mean |= {column: f"{spread.mean:.6g}", f"{column} +-": f"{spread.half:.2g}"}
+        found.append(mean)
+    return found
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """As comma-separated values, with every column that some row has."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, columns, lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
 
 
 def escape(text: str) -> str:
@@ -59,14 +136,21 @@ def _verdicts(path: Path) -> dict[str, Any]:
 
 
 def collect(folder: Path) -> None:
-    """Verdicts of a folder over those that are there, and the figures of those studies."""
+    """Verdicts of a folder over those that are there, and the figures and rows of those studies."""
     new = {name: sizes for name, sizes in _verdicts(folder / "verdicts.json").items() if set(sizes) & set(SIZES)}
-    whole = {**_verdicts(DOCS / "verdicts.json"), **new}
-    (DOCS / "verdicts.json").write_text(json.dumps(whole, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    whole = _verdicts(DOCS / "verdicts.json")
     for name, sizes in new.items():
         size = next(s for s in SIZES if s in sizes)
+        if size == "quick" and "full" in whole.get(name, {}):
+            continue  # the larger one speaks
+        whole[name] = {size: sizes[size]}
         shutil.copy(folder / f"{name}-{size}.svg", DOCS / "figures" / f"{name}.svg")
+        rows = Store(folder, name, size).rows(find(name).cells(size))
+        write_rows(DOCS / "rows" / f"{name}.csv", means(rows))
+    (DOCS / "verdicts.json").write_text(json.dumps(whole, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
-    collect(Path(sys.argv[1]))
+    for given in sys.argv[1:]:
+        collect(Path(given))
+    (DOCS / "verdicts.md").write_text(verdict_page(DOCS), encoding="utf-8")

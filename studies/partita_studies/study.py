@@ -29,7 +29,7 @@ from partita_studies.store import BusyError, Store
 
 __all__ = ["main"]
 
-INSTALL = {"sklearn": "scikit-learn", "pytorch_metric_learning": "pytorch-metric-learning"}
+INSTALL = {"sklearn": "scikit-learn", "PIL": "pillow", "pytorch_metric_learning": "pytorch-metric-learning"}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -79,6 +79,28 @@ def test_a_model_adds_up_its_layers():
     assert entropy_loss(layers) == 0  # nothing is laid aside where nothing is learned
 
 
+def test_the_penalty_is_in_the_log(tmp_path):
+    """A row of the losses for each step, as it was added to the loss; a tracker gets it too; nothing else changes."""
+    torch.manual_seed(2)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0, attention_entropy_weight=-0.3)
+    x, added = torch.randn(3, 7, 8), []
+    with partita.watch(layer) as seen:
+        for step in range(3):
+            seen.set_step(step)
+            out = layer(x * (1 + step))
+            penalty = entropy_loss(layer)
+            (out.square().mean() + penalty).backward()
+            added.append(penalty.item())
+    rows = [row for row in seen.record.losses if row["name"] == "entropy_loss"]
+    assert [row["step"] for row in rows] == [0, 1, 2] and {row["type"] for row in rows} == {"penalty"}
+    assert [row["loss"] for row in rows] == pytest.approx(added, rel=1e-6)
+    kept = tmp_path / "run.jsonl"
+    seen.record.save(kept)
+    assert [row["loss"] for row in partita.load_record(kept).losses] == pytest.approx(added, rel=1e-6)
+    layer(x)
+    assert entropy_loss(layer).requires_grad and len(rows) == 3  # unwatched, it is the number itself
+
+
 def test_a_layer_that_has_run_can_be_copied_and_saved():
     layer = nn.EntropyInvariantAttention(8, 2, attention_entropy_weight=0.1)
     layer(torch.randn(1, 5, 8))

@@ -71,6 +71,30 @@ def assert_same_again(experiment: Experiment, cell: Cell, store: Store) -> None:
     assert text(list(experiment.run(cell.settings, cell.seed))) == text(store.rows([cell]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention_entropy",
+        "initialisation",
+        "normalisers",
+        "optimal_entropy",
+        "regression_noise",
+        "training_dynamics",
+    ],
+)
+def test_at_quick_size(name: str) -> None:
+    """Every cell runs, seeds differ, and the verdict rests on finite intervals; which one it is, is not asked."""
+    experiment = found(name)
+    rows = [row for cell in experiment.cells("quick") for row in experiment.run(cell.settings, cell.seed)]
+    seeds = {row["seed"] for row in rows}
+    assert len(seeds) > 1
+    assert len({text([{**row, "seed": 0} for row in rows if row["seed"] == seed]) for seed in seeds}) == len(seeds)
+    verdict = experiment.judge(rows)
+    assert "inf" not in re.findall(r"[a-z]+", verdict.evidence) and "nan" not in re.findall(r"[a-z]+", verdict.evidence)
+    assert "<path" in svg(experiment.figure(rows))
+
+
 @pytest.mark.parametrize("name", names())
 def test_says_what_it_asks(name: str) -> None:
     experiment = find(name)

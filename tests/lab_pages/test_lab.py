@@ -199,3 +199,54 @@ def test_a_change_does_the_work_of_a_frame_and_no_more(lab: Any) -> None:
     assert all(exps > 64 for exps, _, _ in rows)  # each of them was a change
     assert max(nodes for _, nodes, _ in rows) <= 1.2 * rows[0][1] + 10
     assert rows[-1][2] <= rows[0][2] + 10
+
+
+def test_the_positive_is_pulled_and_the_negatives_are_pushed(lab: Any) -> None:
+    """Forces on the circle are those of autograd, and a step along them lowers the loss."""
+    torch = pytest.importorskip("torch")
+    page, seen = lab
+    temperature = 0.3
+    slide(page, "p-T", math.log(temperature))
+
+    def forces() -> dict[str, float]:
+        found = page.evaluate(
+            "[...document.querySelectorAll('#pull-figure .handle')]"
+            ".map(d => [d.id, Number(d.getAttribute('aria-valuenow')), d.getAttribute('aria-valuetext')])"
+        )
+        return {name: (angle, float(text.rpartition(" ")[2])) for name, angle, text in found}
+
+    shown = forces()
+    names = [f"p-k{j}" for j in range(8)]
+    angles = torch.tensor([shown[n][0] for n in [*names, "p-q"]], dtype=torch.float64).deg2rad().requires_grad_()
+    logits = torch.cos(angles[-1] - angles[:-1]) / temperature
+    loss = torch.nn.functional.cross_entropy(logits[None], torch.tensor([0]))
+    (grad,) = torch.autograd.grad(loss, angles)
+    assert number(page, "p-loss") == pytest.approx(loss.item(), rel=2e-3)
+    for k, name in enumerate([*names, "p-q"]):
+        assert shown[name][1] == pytest.approx(-grad[k].item(), rel=1e-2, abs=1e-6), name
+    assert number(page, "p-pull") == pytest.approx(number(page, "p-push"), rel=1e-3)
+    for _ in range(5):
+        before = number(page, "p-loss")
+        page.locator("#p-step").click()
+        assert number(page, "p-loss") < before
+    page.locator("#p-reset").click()
+    slide(page, "p-T", math.log(0.02))
+    sharp = number(page, "p-effective")
+    slide(page, "p-T", math.log(5.0))
+    assert number(page, "p-effective") > 6.5 > 1.5 > sharp  # cold: the nearest alone; hot: all seven alike
+    page.locator("#p-k0").focus()
+    page.keyboard.press("ArrowUp")
+    assert forces()["p-k0"][0] == pytest.approx(28.0)
+    seen.assert_quiet()
+
+
+def test_a_vector_is_dragged_round_the_circle(lab: Any) -> None:
+    page, seen = lab
+    page.locator("#p-q").scroll_into_view_if_needed()
+    box, whole = page.locator("#p-k0").bounding_box(), page.locator("#pull-figure svg.drag").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(whole["x"] + 2, whole["y"] + whole["height"] / 2, steps=4)
+    page.mouse.up()
+    assert float(page.locator("#p-k0").get_attribute("aria-valuenow")) == pytest.approx(180.0, abs=1.0)
+    seen.assert_quiet()

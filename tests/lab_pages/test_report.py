@@ -484,3 +484,15 @@ def test_the_positions_that_draw_the_mass_are_shown(tmp_path: Path, visit: Any) 
     page, _ = visit(write(record, tmp_path / "r.html"))
     assert "received=True" in page.locator("#head-received").inner_text()
     seen.assert_quiet()
+
+
+def test_the_entropy_penalty_has_a_figure(tmp_path: Path, visit: Any) -> None:
+    """A penalty is no distribution: its number over the steps, and no question about how sure the output is."""
+    record = synthetic.record(1, 2, 5)
+    row = {"name": "entropy_loss", "type": "penalty", "rows": 1, "nonfinite": 0}
+    record.losses = [{**row, "step": step, "loss": -0.1 + 0.01 * step} for step in range(5)]
+    page, seen = visit(write(record, tmp_path / "r.html"))
+    figures = page.evaluate("[...document.querySelectorAll('[id^=penalty-]')].map(f => f.textContent)")
+    assert len(figures) == 1 and "entropy_loss" in figures[0]
+    assert not page.evaluate("document.querySelectorAll('[id^=output-], [id^=reliability-]').length")
+    seen.assert_quiet()

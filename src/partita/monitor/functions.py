@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 import partita
 from partita.interception import SDPA, SOFTMAX, named
 from partita.monitor import kernel
-from partita.monitor.losses import FACES
+from partita.monitor.losses import FACES, penalty
 from partita.monitor.modules import is_attention
 from partita.monitor.scores import Scores, partita_scores, sdpa_scores
+from partita.nn.entropy import picked_up
 
 if TYPE_CHECKING:
     from partita.monitor.handle import Watch
@@ -51,6 +52,7 @@ class FunctionMode(TorchFunctionMode):
             **dict.fromkeys(products, self._product),
             F.dropout: self._dropout,
             **dict.fromkeys(FACES, self._loss),
+            picked_up: self._penalty,
             partita.attention: self._partita,
         }
         # a reader that is not overridable still ends in the engine's operator
@@ -240,4 +242,10 @@ class FunctionMode(TorchFunctionMode):
         if kwargs.get("group") is None:
             name, ask = FACES[func]
             self.watch.guard(lambda: self.watch.observer.lose(name, ask(*args, **kwargs)))
+        return out
+
+    def _penalty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `nn.entropy_loss` has added up."""
+        out = func(*args, **kwargs)
+        self.watch.guard(lambda: self.watch.observer.lose("entropy_loss", penalty(out.detach())))
         return out

@@ -143,6 +143,11 @@ def sigmoid(image: Tensor, text: Tensor, *args: Any, **options: Any) -> Numbers:
     } | _sphere(image, text)
 
 
+def penalty(total: Tensor) -> Numbers:
+    """The entropy penalties of all layers together: a number beside the losses, of no distribution."""
+    return {"type": "penalty", "loss": total.double(), "rows": 1, "nonfinite": (~total.isfinite()).sum()}
+
+
 FACES: dict[Callable[..., Any], tuple[str, Callable[..., Numbers | None]]] = {
     torch.nn.functional.cross_entropy: ("cross_entropy", cross_entropy),
     partita.cross_entropy: ("cross_entropy", cross_entropy),

@@ -2,13 +2,14 @@
 
 One key stands out: its score is a fixed number of standard deviations above zero, the others are Gaussian. The value of
 that key is 1 and that of all others 0, so that the output is the weight it gets (a sigmoid's weights need not add up
-to 1: its output is divided by their sum here, which compares selection alone).
+to 1: its output is divided by their sum here, which compares selection alone). The sink of a softmax has the score
+log n, what n keys of score 0 have together; its output is not divided.
 
-Expected: a softmax at the scale 1.5 log n / margin keeps the key at any length, L1 gives it a share of order 1/n,
-because no scale sharpens it, and linear attention one that falls with n as well. One key with a strongly negative score
-takes
-weight from L1, which does not see signs, and none from a softmax or a sigmoid. Noise on the keys moves a softmax more
-than L1: what can select can be misled. Which of softmax and sigmoid moves less is left open.
+Expected: a softmax at the scale 1.5 log n / margin keeps the key at any length, with a sink or without; L1 gives it a
+share of order 1/n, because no scale sharpens it, and linear attention one that falls with n as well. One key with a
+strongly negative score takes weight from L1, which does not see signs, and none from a softmax or a sigmoid. Noise on
+the keys moves a softmax's output more than L1's: what can select can be misled. Which of softmax and sigmoid moves
+less, and what noise does relative to the weight, is left open.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 import partita
 from partita.attn import l1_attention, linear_attention, sigmoid_attention
 from partita.lab.figure import Figure, Panel
-from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, paired
+from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, mean_by, paired
 from partita_studies.experiments._claims import above, below, weigh
 from partita_studies.experiments._series import note, only, series, slope_by_seed
 
@@ -30,7 +31,7 @@ DIM = 32
 MARGIN = 6.0  # the score of the key that stands out, in standard deviations of the others
 OUTLIER = -30.0  # the score of a key that is far away in the wrong direction
 NOISE = 0.3  # standard deviation of noise on the entries of the keys, whose own is 1
-KINDS = ("softmax", "sigmoid", "l1", "linear")
+KINDS = ("softmax", "sink", "sigmoid", "l1", "linear")
 
 
 def share(kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (rows, 1)
@@ -39,6 +40,8 @@ def share(kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (r
     scale = math.log(n) / MARGIN * 1.5  # scores of the others have standard deviation 1 before it
     if kind == "softmax":
         return partita.attention(query, key, value, scale=scale)
+    if kind == "sink":
+        return partita.attention(query, key, value, scale=scale, sink=torch.tensor(math.log(n), dtype=query.dtype))
     if kind == "sigmoid":
         out, stats = sigmoid_attention(query, key, value, scale=scale, return_stats=True)
         return out / stats.total[..., None]
@@ -70,14 +73,15 @@ def run(settings: Settings, seed: int) -> Iterable[Row]:
     far[:, -1:] = OUTLIER * query
     for kind in KINDS:
         plain = share(kind, query, key, value)
+        shaken = (share(kind, query, noisy, value) - plain).abs()
         yield {
             "normaliser": kind,
             "n": n,
             "seed": seed,
             "weight": float(plain.mean()),
             "log_weight": float(plain.clamp(min=1e-300).log().mean()),
-            "moved": float((share(kind, query, noisy, value) - plain).abs().mean()),
-            "relative": float(((share(kind, query, noisy, value) - plain).abs() / plain).mean()),
+            "moved": float(shaken.mean()),
+            "relative": float((shaken / plain).mean()),
             "outlier": float((share(kind, query, far, value) - plain).abs().mean() / plain.mean()),
         }
 
@@ -92,18 +96,22 @@ def judge(rows: list[Row]) -> Verdict:
     claims = [
         above("a softmax gives the key more than L1 does", gap, 0.1),
         above("a softmax keeps it as rows grow", slopes["softmax"], -0.1),
+        above("with a sink it keeps it too", slopes["sink"], -0.1),
         below("the share of L1 falls like 1/n", slopes["l1"], -0.8),
         below("so does that of linear attention", slopes["linear"], -0.3),
         above("an outlier of the wrong sign takes from L1 and not from a softmax", outlier, 0.0),
         above("noise moves a softmax more than L1", noise, 0.0),
     ]
-    held = {kind: sum(r["weight"] for r in only(last, normaliser=kind)) / len(last) * len(KINDS) for kind in KINDS}
+    held, shaken = (mean_by(last, column, "normaliser") for column in ("weight", "relative"))
     evidence = (
         f"At n = {longest} the key gets "
-        + ", ".join(f"{kind} {held[kind]:.3g}" for kind in KINDS)
+        + ", ".join(f"{kind} {held[kind,].mean:.3g}" for kind in KINDS)
         + "; d log weight / d log n: "
         + ", ".join(f"{kind} {slopes[kind].mean:.2f}" for kind in KINDS)
-        + f"; outlier, L1 less softmax: {outlier}; noise, softmax less L1: {noise}."
+        + f"; outlier, L1 less softmax: {outlier}; noise, softmax less L1: {noise}; noise moves the "
+        + "weight, relative to it, by "
+        + ", ".join(f"{kind} {shaken[kind,].mean:.1%}" for kind in KINDS)
+        + "."
     )
     return weigh(claims, evidence)
 
@@ -123,13 +131,13 @@ def figure(rows: list[Row]) -> Figure:
 EXPERIMENT = Experiment(
     name="normalisers",
     question="How do other normalisers do beside a softmax: with length, with noise on the input, with an outlier?",
-    expected="A softmax keeps one outstanding key at any length, L1 gives it a share of order 1/n and is misled by an "
-    "outlier of the wrong sign; noise moves a softmax more than L1.",
+    expected="A softmax, with a sink or without, keeps one outstanding key at any length, L1 gives it a share of order "
+    "1/n and is misled by an outlier of the wrong sign; noise moves a softmax more than L1.",
     ids=("M-GIB-1", "M-SCL-19", "M-ROB-2"),
     sizes={
         "tiny": Size(grid(n=[16, 64, 256], rows=[16]), seeds=2, seconds=0.05),
-        "quick": Size(grid(n=[16, 64, 256, 1024, 4096], rows=[64]), seeds=4, seconds=0.5),
-        "full": Size(grid(n=[4**k for k in range(2, 8)], rows=[256]), seeds=8, seconds=8.0),
+        "quick": Size(grid(n=[16, 64, 256, 1024, 4096], rows=[64]), seeds=4, seconds=1.0),
+        "full": Size(grid(n=[4**k for k in range(2, 8)], rows=[64]), seeds=8, seconds=4.0),
     },
     run=run,
     judge=judge,

@@ -71,6 +71,7 @@ def _best(rows: list[Row], column: str) -> Row:
 def judge(rows: list[Row]) -> Verdict:
     inside, costs = [], []
     entropies: dict[tuple[int, float], list[float]] = {}
+    scales: dict[tuple[int, float], list[tuple[float, float]]] = {}
     cases = sorted({(row["n"], row["noise"]) for row in rows})
     for n, noise in cases:
         here = only(rows, n=n, noise=noise)
@@ -81,6 +82,7 @@ def judge(rows: list[Row]) -> Verdict:
             inside.append(ends / best["error"])
             costs.append(guess["error"] / best["error"])
             entropies.setdefault((n, noise), []).append(best["entropy"])
+            scales.setdefault((n, noise), []).append((best["scale"], guess["scale"]))
     longest = max(n for n, _ in cases)
     noises = sorted({noise for _, noise in cases})
     rise = interval(b - a for a, b in zip(entropies[longest, noises[0]], entropies[longest, noises[-1]], strict=True))
@@ -95,10 +97,16 @@ def judge(rows: list[Row]) -> Verdict:
         f"{sum(entropies[longest, noise]) / len(entropies[longest, noise]):.2f} nats at noise {noise}"
         for noise in noises
     )
+    pairs = ", ".join(
+        f"{sum(a for a, _ in found) / len(found):.2f} and {sum(b for _, b in found) / len(found):.2f} at noise {noise}"
+        for noise in noises
+        for found in [scales[longest, noise]]
+    )
     return weigh(
         claims,
         f"The better end errs {interval(inside)} times as much as the best scale; theory's scale errs {cost} times as "
-        f"much (worst {worst:.2f}); best entropy at n = {longest} (log n = {math.log(longest):.2f}): {levels}.",
+        f"much (worst {worst:.2f}); best entropy at n = {longest} (log n = {math.log(longest):.2f}): {levels}; "
+        f"best scale there and theory's: {pairs}.",
     )
 
 

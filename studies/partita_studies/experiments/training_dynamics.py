@@ -1,32 +1,38 @@
 """What becomes of the entropy of attention while a small model trains, over-fits, and is held back?
 
-An encoder (words hidden, both sides seen) and a decoder (the next word, the past seen) on a little text, trained for so
-long that they learn it by heart; plain, with dropout, with weight decay, with an entropy penalty of either sign.
-Written down as training goes on: H / log n by layer, and its spread over the heads, on held-out windows.
+An encoder (words hidden, both sides seen) and a decoder (the next word, the past seen) on a little text, and an encoder
+on the patches of a few handwritten digits (which digit?), trained for so long that they learn it by heart; plain, with
+dropout, with weight decay, with an entropy penalty of either sign. Written down as training goes on: H / log n by
+layer, of the sharpest and the broadest head, on what was held out.
 
 Expected, as the notes have it: entropy falls as a model trains; dropout and weight decay keep it higher; a positive
 weight keeps attention broad and a negative one sharpens it (M-INF-5); the deeper layer is the sharper one; broad
-attention over-fits less, so that a positive weight lowers the held-out loss. The notes give no numbers, and such claims
-are empirical (M-INF-8): each is put to the test by itself.
+attention over-fits less, so that a positive weight lowers the held-out loss; patches of an image, of which each says
+little, are read more broadly than words. The notes give no numbers, and such claims are empirical (M-INF-8): each is
+put to the test by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from partita.lab.figure import Figure, Panel
 from partita.losses import linear_cross_entropy
 from partita.nn import TransformerEncoderLayer, entropy_loss
-from partita_studies.experiment import Experiment, Row, Settings, Size, Verdict, grid, interval, paired
+from partita_studies.experiment import Experiment, Interval, Row, Settings, Size, Verdict, grid, interval, paired
 from partita_studies.experiments._claims import above, below, weigh
+from partita_studies.experiments._digits import NEEDS, split
 from partita_studies.experiments._language_model import Model, Plan, corpus, draw
+from partita_studies.experiments._patches import Reader
 from partita_studies.experiments._series import note, only, series
 
 TASKS = {"encoder": "masked", "decoder": "next"}
+MODELS = (*TASKS, "images")
 TREATMENTS: dict[str, dict[str, float]] = {
     "plain": {},
     "dropout": {"dropout": 0.2},
@@ -35,66 +41,108 @@ TREATMENTS: dict[str, dict[str, float]] = {
     "sharp": {"weight": -0.3},
 }
 RATE = 3e-3
+HEADS, LAYERS = 4, 2
+DIGITS = 32  # images that stand for a block of text
 
 
-def made(plan: Plan, treatment: dict[str, float]) -> Model:
-    model = Model(plan, None)
-    for layer in model.layers:
-        assert isinstance(layer, TransformerEncoderLayer)
-        layer.self_attn.attention_entropy_weight = treatment.get("weight", 0.0)
-        for module in layer.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = treatment.get("dropout", 0.0)
-        layer.self_attn.dropout = treatment.get("dropout", 0.0)
-    return model
+class Batch(NamedTuple):
+    """What a model sees, and what it should say."""
+
+    seen: Tensor
+    truth: Tensor
 
 
-@torch.no_grad()
-def read(model: Model, plan: Plan, blocks: Tensor) -> tuple[float, list[Tensor]]:
-    """Loss on held-out windows, and H / log n of each head by layer."""
-    was = model.training
-    model.eval()
-    source = torch.Generator().manual_seed(1)  # every model is asked the same
-    seen, truth = draw(blocks, plan.length, plan.batch, plan.task, source)
-    loss = linear_cross_entropy(model(seen), model.embed.weight, truth)
-    assert isinstance(loss, Tensor)
+class Text:
+    """Words of a little text; the text and what is held out are the same for every seed."""
+
+    def __init__(self, kind: str, settings: Settings, seed: int) -> None:
+        width, length, batch = (int(settings[k]) for k in ("width", "length", "batch"))
+        self.plan = Plan(TASKS[kind], "reference", 512, width, HEADS, LAYERS, length, batch, 0, RATE)
+        blocks, others = corpus(self.plan.text, self.plan.words)
+        self.blocks = blocks[: int(settings["blocks"])]
+        self.held_out = self._windows(others, torch.Generator().manual_seed(1))
+        self.model = Model(self.plan, None)
+
+    def _windows(self, blocks: Tensor, source: torch.Generator) -> Batch:
+        return Batch(*draw(blocks, self.plan.length, self.plan.batch, self.plan.task, source))
+
+    def draw(self, source: torch.Generator) -> Batch:
+        return self._windows(self.blocks, source)
+
+    def loss(self, batch: Batch) -> Tensor:
+        found = linear_cross_entropy(self.model(batch.seen), self.model.embed.weight, batch.truth)
+        assert isinstance(found, Tensor)
+        return found
+
+
+class Images:
+    """A few digits as patches; another seed, other digits."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        data, count = split(seed), DIGITS * int(settings["blocks"])
+        self.data, self.batch = Batch(data.x[:count], data.y[:count]), int(settings["batch"])
+        self.held_out = Batch(data.x_test[:128], data.y_test[:128])
+        self.model = Reader(int(settings["width"]), HEADS, LAYERS)
+
+    def draw(self, source: torch.Generator) -> Batch:
+        which = torch.randint(len(self.data.seen), (self.batch,), generator=source)
+        return Batch(self.data.seen[which], self.data.truth[which])
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.model(batch.seen), batch.truth)
+
+
+Task = Text | Images  # a model, batches of what it learns by heart, and one that it does not see
+
+
+def treat(model: nn.Module, treatment: dict[str, float]) -> None:
+    """Dropout and entropy weight of every layer."""
+    for layer in model.modules():
+        if isinstance(layer, TransformerEncoderLayer):
+            layer.self_attn.attention_entropy_weight = treatment.get("weight", 0.0)
+            layer.self_attn.dropout = treatment.get("dropout", 0.0)
+        elif isinstance(layer, nn.Dropout):
+            layer.p = treatment.get("dropout", 0.0)
+
+
+def shares(model: Model | Reader, seen: Tensor) -> list[Tensor]:
+    """H / log n of each head, by layer, over the rows that have a choice."""
     heads = []
     for layer, x in zip(model.layers, model.inputs(seen), strict=True):
         rows: Any = layer.self_attn(x, x, x, is_causal=model.causal, return_stats=True)[1]  # type: ignore[operator]
         share = torch.where(rows.visible > 1, rows.entropy / rows.visible.clamp(min=2).log(), 0.0)
         heads.append(share.sum((0, 2)) / (rows.visible > 1).sum((0, 2)))
-    model.train(was)
-    return loss.item(), heads
+    return heads
+
+
+@torch.no_grad()
+def look(task: Task, batch: Batch) -> Iterable[Row]:
+    """A row per layer: entropy on what is held out, loss there and on a batch that is learnt, both without dropout."""
+    task.model.eval()
+    loss, outside = task.loss(batch).item(), task.loss(task.held_out).item()
+    for layer, heads in enumerate(shares(task.model, task.held_out.seen)):
+        found = {"layer": layer, "entropy": heads.mean().item()}
+        found |= {"lowest": heads.min().item(), "highest": heads.max().item()}
+        yield {**found, "spread": found["highest"] - found["lowest"], "loss": loss, "held_out": outside}
+    task.model.train()
 
 
 def run(settings: Settings, seed: int) -> Iterable[Row]:
-    kind, name = str(settings["model"]), str(settings["treatment"])
-    width, length, batch, steps = (int(settings[k]) for k in ("width", "length", "batch", "steps"))
-    plan = Plan(TASKS[kind], "reference", 512, width, 4, 2, length, batch, steps, RATE)
+    kind, name, steps = str(settings["model"]), str(settings["treatment"]), int(settings["steps"])
     torch.manual_seed(seed)
     source = torch.Generator().manual_seed(seed)
-    blocks, held_out = corpus(plan.text, plan.words)
-    blocks = blocks[: int(settings["blocks"])]  # a little text, to be learnt by heart
-    model = made(plan, TREATMENTS[name]).train()
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=TREATMENTS[name].get("decay", 0.0))
+    task: Task = Images(settings, seed) if kind == "images" else Text(kind, settings, seed)
+    treat(task.model, TREATMENTS[name])
+    optimizer = torch.optim.AdamW(task.model.parameters(), RATE, weight_decay=TREATMENTS[name].get("decay", 0.0))
     looks = {0, *(round(steps * k / 8) for k in range(1, 9))}
     for step in range(steps + 1):
-        seen, truth = draw(blocks, length, batch, plan.task, source)
-        loss = linear_cross_entropy(model(seen), model.embed.weight, truth)
-        assert isinstance(loss, Tensor)
+        batch = task.draw(source)
         if step in looks:
-            penalty = float(entropy_loss(model).detach())
-            outside, heads = read(model, plan, held_out)
-            for layer, shares in enumerate(heads):
-                yield {
-                    "model": kind, "treatment": name, "seed": seed, "step": step, "layer": layer,
-                    "entropy": shares.mean().item(), "spread": (shares.max() - shares.min()).item(),
-                    "loss": loss.item(), "held_out": outside, "penalty": penalty,
-                }  # fmt: skip
-            loss = linear_cross_entropy(model(seen), model.embed.weight, truth)
-            assert isinstance(loss, Tensor)
+            for row in look(task, batch):
+                yield {"model": kind, "treatment": name, "seed": seed, "step": step, **row}
+        loss = task.loss(batch)
         optimizer.zero_grad()
-        (loss + entropy_loss(model)).backward()
+        (loss + entropy_loss(task.model)).backward()
         optimizer.step()
 
 
@@ -113,61 +161,68 @@ def judge(rows: list[Row]) -> Verdict:
     end = only(rows, step=last)
     keys = ("seed", "model")
 
-    def against(name: str, column: str = "entropy") -> Any:
+    def against(name: str, column: str = "entropy") -> Interval:
         return paired(end, column, "treatment", name, "plain", same=keys)
 
-    plain = only(rows, treatment="plain")
-    falls = paired([r for r in plain if r["step"] in (0, last)], "entropy", "step", last, 0, same=keys)
-    deeper = paired(only(every, treatment="plain"), "entropy", "layer", 1, 0, same=("seed", "model"))
-    models = paired(only(end, treatment="plain"), "entropy", "model", "encoder", "decoder", same=("seed",))
-    over = interval(row["held_out"] - row["loss"] for row in only(end, treatment="plain"))
+    def fall(some: list[Row]) -> Interval:
+        return paired([r for r in some if r["step"] in (0, last)], "entropy", "step", last, 0, same=keys)
+
+    plain, final = only(rows, treatment="plain"), only(end, treatment="plain")
+    deeper = paired(only(every, treatment="plain"), "entropy", "layer", 1, 0, same=keys)
+    sides = paired(final, "entropy", "model", "encoder", "decoder")
+    images = paired(final, "entropy", "model", "images", "encoder")
+    over = interval(row["held_out"] - row["loss"] for row in final)
     claims = [
-        below("entropy falls while a model trains", falls),
+        below("entropy falls while a model trains", fall(plain)),
         above("dropout keeps it higher", against("dropout")),
         above("weight decay keeps it higher", against("decay")),
         above("a positive weight keeps it higher", against("broad")),
         below("a negative weight lowers it", against("sharp")),
         below("the deeper layer is the sharper one", deeper),
         below("a positive weight lowers the held-out loss", against("broad", "held_out")),
+        above("patches are read more broadly than words", images),
     ]
+    falls = ", ".join(f"{kind} {fall(only(plain, model=kind))}" for kind in MODELS)
     evidence = (
-        f"H / log n from start to end, plain: {falls}; against plain at the end: dropout {against('dropout')}, decay "
-        f"{against('decay')}, positive weight {against('broad')}, negative {against('sharp')}; second layer less first "
-        f"{deeper}; encoder less decoder {models}; held-out loss less training loss, plain: {over}; held-out loss "
-        f"against plain: positive weight {against('broad', 'held_out')}, negative {against('sharp', 'held_out')}, "
-        f"dropout {against('dropout', 'held_out')}."
+        f"H / log n at the end less at the start, plain: {falls}; against plain at the end: dropout "
+        f"{against('dropout')}, decay {against('decay')}, positive weight {against('broad')}, negative "
+        f"{against('sharp')}; second layer less first {deeper}; encoder less decoder {sides}; images less text "
+        f"{images}; held-out loss less training loss, plain: {over}; held-out loss against plain: dropout "
+        f"{against('dropout', 'held_out')}, decay {against('decay', 'held_out')}, positive weight "
+        f"{against('broad', 'held_out')}, negative {against('sharp', 'held_out')}."
     )
     return weigh(claims, evidence)
 
 
 def figure(rows: list[Row]) -> Figure:
-    panels = []
-    for kind in TASKS:
-        here = only(rows, model=kind)
-        lines = [series(only(here, treatment=name), name, "step", "entropy") for name in TREATMENTS]
-        panels.append(Panel(f"Does the entropy of the {kind} fall?", "step", "H / log n", lines))
-        lines = [series(only(here, treatment=name), name, "step", "held_out") for name in TREATMENTS]
-        panels.append(Panel(f"Who over-fits, of the {kind}s?", "step", "held-out loss, nats", lines))
-    return Figure(EXPERIMENT.question, panels, note(rows))
+    count, panels = note(rows), []
+    rows = [{**row, "gap": row["held_out"] - row["loss"]} for row in over_layers(rows)]
+    for kind in MODELS:
+        lines = [series(only(rows, model=kind, treatment=name), name, "step", "entropy") for name in TREATMENTS]
+        panels.append(Panel(f"Does the entropy fall: {kind}?", "step", "H / log n", lines))
+    plain = only(rows, treatment="plain")
+    lines = [series(only(plain, model=kind), kind, "step", "gap") for kind in MODELS]
+    panels.append(Panel("Who over-fits, of the plain ones?", "step", "held-out less training loss, nats", lines))
+    return Figure(EXPERIMENT.question, panels, count)
 
 
-SHAPE = {"model": list(TASKS), "treatment": list(TREATMENTS)}
+SHAPE = {"model": list(MODELS), "treatment": list(TREATMENTS)}
 EXPERIMENT = Experiment(
     name="training_dynamics",
     question="What becomes of the entropy of attention while a small model trains, over-fits, and is held back?",
     expected="It falls; dropout, weight decay and a positive entropy weight keep it higher, a negative one lowers it; "
-    "the deeper layer is sharper; a positive weight lowers the held-out loss.",
+    "the deeper layer is sharper; a positive weight lowers the held-out loss; patches are read more broadly than "
+    "words.",
     ids=("M-INF-5", "M-INF-8", "M-INF-3"),
     sizes={
-        "tiny": Size(grid(**SHAPE, width=[16], length=[12], batch=[4], steps=[3], blocks=[1]), seeds=1, seconds=0.15),
-        "quick": Size(
-            grid(**SHAPE, width=[32], length=[32], batch=[16], steps=[100], blocks=[2]), seeds=2, seconds=3.0
-        ),
+        "tiny": Size(grid(**SHAPE, width=[16], length=[12], batch=[4], steps=[3], blocks=[1]), seeds=1, seconds=0.1),
+        "quick": Size(grid(**SHAPE, width=[32], length=[32], batch=[16], steps=[60], blocks=[1]), seeds=2, seconds=1.5),
         "full": Size(
-            grid(**SHAPE, width=[64], length=[64], batch=[32], steps=[2000], blocks=[4]), seeds=5, seconds=120.0
+            grid(**SHAPE, width=[64], length=[48], batch=[16], steps=[600], blocks=[1]), seeds=4, seconds=10.0
         ),
     },
     run=run,
     judge=judge,
     figure=figure,
+    needs=NEEDS,
 )

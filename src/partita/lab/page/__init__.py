@@ -10,7 +10,7 @@ from partita.monitor.files import replace_file
 __all__ = ["render", "write"]
 
 SHARED = ("base.js", "chart.js")
-SCRIPTS = ("math.js", "knobs.js", "simplex.js", "stream.js", "attend.js", "faces.js", "noise.js", "start.js")
+SCRIPTS = ("math.js", "knobs.js", "simplex.js", "stream.js", "attend.js", "faces.js", "pull.js", "noise.js", "start.js")
 
 
 def render() -> str:

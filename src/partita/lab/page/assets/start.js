@@ -6,7 +6,7 @@ function start() {
   if (state.z && z.length >= 2 && z.length <= 64 && z.every(ok)) LAB.z = z;
   if (ok(Number(state.T)) && Number(state.T) >= 0.05 && Number(state.T) <= 20) LAB.T = Number(state.T);
   const top = el("section", { id: "top" }, el("div", { class: "top" }, el("span", {}, "partita"), themeButton()), el("h1", {}, "One softmax, looked at from every side"), el("p", { class: "lead" }, "A classifier, a contrastive loss and an attention layer are one distribution, p = exp(z / T) / Z. Turn a knob and see what each of them would say. Everything is computed here, in your browser."));
-  const sections = [knobs(), simplexView(), streamView(), attendView(), facesView(), solverView(), noiseView(), pasteView()];
+  const sections = [knobs(), simplexView(), streamView(), attendView(), facesView(), pullView(), solverView(), noiseView(), pasteView()];
   app.replaceChildren(top, ...sections.map((s) => s.node));
   document.body.append(buildIndex(sections));
   changed("start");

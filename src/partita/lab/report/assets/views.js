@@ -60,6 +60,11 @@ function lossViews(run) {
   if (!all.length) { const f = figure({ id: "loss-none", title: "What does the output side say?", subtitle: "" }); add(f, () => f.empty("No loss was observed in this run. Call the loss inside `with partita.watch(model)`: F.cross_entropy, nn.CrossEntropyLoss and partita's losses are seen.")); }
   for (const [name, loss] of all.slice(0, 4)) {
     const c = loss.columns, contrast = loss.type === "contrastive", title = clip(name, 60), facts = [], late = (v) => quantile(run.frozen ? v || [] : (v || []).slice(-Math.max(1, Math.floor((v || []).length / 4))), 0.5);
+    if (loss.type === "penalty") {
+      const p = figure({ id: "penalty-" + nodes.length, title: "How much does the entropy penalty weigh?", subtitle: `${title}: what the layers add to the loss`, help: ["penalty = -weight mean(H / log n), summed over the layers.", "Falling: entropy moves the way the sign of the weight asks for.", "Worrying: as large as the loss itself, or at its end -weight from the start: attention chooses nothing."] });
+      add(p, () => xy(p, { x: { label: run.unit, whole: true }, y: { label: "penalty", include: [0] }, series: [{ name: "penalty", kind: "line", label: "penalty", colour: lineColour(0), x: loss.steps, y: c.loss || [] }] }), c.loss || []);
+      continue;
+    }
     if (contrast) {
       const n = figure({ id: "negatives-" + nodes.length, title: "How many negatives do the work?", subtitle: `${title}: exp(H) over the negatives alone`, help: ["effective negatives = exp(H(p without the positive)).", "Near the number of negatives: all matter alike. Near 1: one hard (or false) negative decides.", "Worrying: below 5 % of the negatives."] });
       add(n, () => xy(n, { x: { label: run.unit, whole: true }, y: { label: "negatives", log: true }, series: [{ name: "effective negatives", kind: "line", label: "effective", colour: lineColour(0), x: loss.steps, y: c.effective_negatives || [] }, { name: "negatives in the batch", kind: "line", dash: true, label: "in the batch", colour: "var(--soft)", x: loss.steps, y: (c.candidates || []).map((v) => v - 1) }] }), c.effective_negatives || []);
