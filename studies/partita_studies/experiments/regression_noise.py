@@ -157,7 +157,7 @@ EXPERIMENT = Experiment(
     "real noise too (Gaussian for patients, Laplace for pixels).",
     ids=("M-LOSS-10", "M-LOSS-4"),
     sizes={
-        "tiny": Size(grid(noise=NOISES, n=[60], steps=[40]), seeds=2, seconds=0.1),
+        "tiny": Size(grid(noise=NOISES, n=[40, 80], steps=[20]), seeds=2, seconds=0.05),
         "quick": Size(grid(noise=NOISES, n=[100, 300], steps=[300]), seeds=8, seconds=0.4),
         "full": Size(grid(noise=NOISES, n=[75, 150, 300], steps=[500]), seeds=24, seconds=0.7),
     },
