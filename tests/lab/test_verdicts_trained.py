@@ -283,12 +283,22 @@ def test_each_advice_on_losses_can_fail(wrong):
 
 
 def start_rows(
-    worse: float = 0.5, dead: float = 0.9, off: float = 0.0, pull: float = 0.1, only_scale: str | None = None
+    worse: float = 0.5,
+    dead: float = 0.9,
+    off: float = 0.0,
+    pull: float = 0.1,
+    placed: float = 1.0,
+    only_scale: str | None = None,
 ) -> list[Row]:
-    """As expected, but for what is changed, at both scales or at one."""
+    """As expected, but for what is changed, at both scales or at one; some starts are placed by init_sharpness_."""
     rows = []
     for scale in ("1/sqrt(d)", "1"):
         changed = only_scale in (None, scale)
+        rows += [
+            {"scale": scale, "sigma": sigma, "seed": seed, "sharpness": placed * sigma * (1 + 0.01 * seed), "loss": 0.8}
+            for sigma in (0.5, 1.0)
+            for seed in SEEDS
+        ]
         for gain, sharp in ((0.5, 0.5), (1.0, 1.0), (8.0, 60.0)):
             for seed in SEEDS:
                 last = gain == 8.0
@@ -301,7 +311,9 @@ def start_rows(
     return rows
 
 
-@pytest.mark.parametrize("wrong", [{"worse": -0.5}, {"dead": 0.1}, {"off": 0.5}, {"pull": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"worse": -0.5}, {"dead": 0.1}, {"off": 0.5}, {"pull": 3.0}, {"placed": 1.5}], ids=str
+)
 @pytest.mark.parametrize("scale", ["1/sqrt(d)", "1"])
 def test_a_saturated_start_must_cost_something(wrong, scale):
     assert verdict("initialisation", start_rows()).answer == "holds"
@@ -310,7 +322,7 @@ def test_a_saturated_start_must_cost_something(wrong, scale):
 
 def test_the_moderate_start_is_not_chosen_by_how_it_ends():
     """A gain that happens to end best, 0.5, is not what the sharpest is compared with: it is 1, whose s is 1."""
-    rows = [{**row, "loss": 0.1} if row["gain"] == 0.5 else row for row in start_rows(worse=-0.5)]
+    rows = [{**row, "loss": 0.1} if row.get("gain") == 0.5 else row for row in start_rows(worse=-0.5)]
     assert verdict("initialisation", rows).answer == "does not hold"
 
 

@@ -123,8 +123,8 @@ def judge(rows: list[Row]) -> Verdict:
     off = max((abs(gap[key].mean - law[key].mean) for key in lawful), default=math.inf)
     claims = [fact("entropy at the start follows its law", off <= NEAR)]
     says = [f"entropy off its law by at most {off:.3f} nats below 0.6 of the limit"]
-    share = interval(row["sharpness"] / row["sigma"] for row in asked)
     if asked:
+        share = interval(row["sharpness"] / row["sigma"] for row in asked)
         claims.append(alike("init_sharpness_ starts where it is asked to", minus_one(share), CLOSE))
         best = min(mean_by(asked, "loss", "scale", "sigma").items(), key=lambda pair: pair[1].mean)
         says.append(
