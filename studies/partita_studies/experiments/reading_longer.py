@@ -279,7 +279,7 @@ EXPERIMENT = Experiment(
     ids=("M-SCL-0", "M-SCL-1", "M-SCL-2", "M-SCL-3", "M-SCL-7", "M-SCL-14", "M-SCL-16", "M-ATT-10"),
     sizes={
         "tiny": Size(_settings("reference", (300, 16, 2, 1, 2, 3), 2e-3, 128, 4, True), seeds=2, seconds=0.3),
-        "quick": Size(_settings(TEXT, (500, 32, 2, 1, 8, 100), 5e-3, 256, 24, False), seeds=2, seconds=4.0),
+        "quick": Size(_settings(TEXT, (500, 32, 2, 1, 8, 100), 5e-3, 256, 24, False), seeds=2, seconds=0.5),
         "full": Size(_settings(TEXT, (2000, 96, 4, 2, 16, 1500), 2e-3, 1024, 912, True), seeds=8, seconds=45.0),
     },
     run=run,
