@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import partita
-from partita import gibbs as reads
+from partita import passes as reads
 from tests.conformance.serving import serving
 from tests.strategies import catalogue, problem
 from tests.tolerances import assert_exact
