@@ -53,7 +53,7 @@ SECTIONS = {
     ],
     "Reference": ["conventions.md", "reference/", "statements.md", "sections.md"],
     "Why": ["explain/"],
-    "Studies": ["studies.md", "verdicts.md", "study/", "errata.md", "log.md"],
+    "Studies": ["studies.md", "verdicts.md", "reading-longer.md", "study/", "errata.md", "log.md"],
     "Gallery": ["gallery.md"],
     "Project": list(ROOTED.values()),
 }

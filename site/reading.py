@@ -48,7 +48,7 @@ def page(folder: Path, size: str = "full") -> str:
             verdict = study.judge(rows)
             within = f" ({verdict.within})" if verdict.within else ""
             parts += [f"**{verdict.answer}**{within}.", f"![{study.question}](figures/{name}.svg)"]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts).replace(" +- ", " ± ") + "\n"
 
 
 def _reading(rows: list[Row]) -> Iterator[str]:
@@ -120,7 +120,8 @@ def _gain(by_seed: dict[int, float]) -> str:
         return ""
     found: Interval = interval(by_seed.values())
     text = f"{found.mean:+.3f} ± {found.half:.3f}"
-    return f"**{text}**" if found.low > 0 or found.high < 0 else text
+    apart = abs(found.mean) >= 0.0005 and (found.low > 0 or found.high < 0)  # a difference that the digits show
+    return f"**{text}**" if apart else text
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
