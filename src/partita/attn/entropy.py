@@ -31,7 +31,8 @@ def entropy_penalty(stats: Stats, weight: float | Sequence[float] | Tensor) -> T
     each = torch.as_tensor(weight, dtype=stats.entropy.dtype, device=stats.entropy.device)
     if each.dim():
         heads = stats.entropy.shape[-2] if stats.entropy.dim() > 1 else 1
-        if each.dim() != 1 or each.shape[0] not in (1, heads):
+        # two comparisons: whether a tuple holds a size that is a symbol cannot be asked while tracing
+        if each.dim() != 1 or (each.shape[0] != 1 and each.shape[0] != heads):
             raise ShapeError(f"weight must be one number, or one per head ({heads}); got {tuple(each.shape)}.")
         each = each[:, None]
     chosen = stats.visible >= 2
