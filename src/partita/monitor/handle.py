@@ -34,8 +34,8 @@ class Watch(Reading):
     """Observes while it is attached: from construction until `detach`, or for the time of a `with` block.
 
     Made by `partita.watch`, whose arguments it takes.
-    It sees the calls of the thread that attached it. Losses called outside the model's forward are seen inside a `with`
-    block only.
+    It sees the calls of the thread that attached it. A loss outside the model's forward is seen if it is a module; a
+    plain function is seen inside a `with` block only.
     """
 
     def __init__(
