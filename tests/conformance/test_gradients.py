@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
 
 import partita
 from tests.conformance.serving import serving
+from tests.differences import gradcheck, gradgradcheck
 from tests.strategies import SUPPORTS, catalogue, masked, problem
 from tests.tolerances import assert_exact
 

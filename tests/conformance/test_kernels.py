@@ -10,6 +10,7 @@ from torch import Tensor
 
 import partita
 from partita.engine import autograd, backends, execute
+from tests.differences import gradcheck, gradgradcheck
 from tests.tolerances import assert_exact
 
 
@@ -154,8 +155,8 @@ def test_the_weighted_nll_has_second_derivatives(weighted_nll_of) -> None:
     inputs = [t.clone().requires_grad_() for t in small]
     # the first backward gives what was made going forward, a second one recomputes: a few roundings apart
     apart = 1e-13
-    assert torch.autograd.gradcheck(lambda *x: total(list(x), target[:5] % 7, weight[:5]), inputs, nondet_tol=apart)
-    assert torch.autograd.gradgradcheck(lambda *x: total(list(x), target[:5] % 7, weight[:5]), inputs)
+    assert gradcheck(lambda *x: total(list(x), target[:5] % 7, weight[:5]), inputs, nondet_tol=apart)
+    assert gradgradcheck(lambda *x: total(list(x), target[:5] % 7, weight[:5]), inputs)
 
 
 def test_what_is_not_finite_is_left_to_the_pass(weighted_nll_of, monkeypatch) -> None:
