@@ -22,7 +22,12 @@ __all__ = ["study_pages", "verdict_page"]
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SIZES = ("full", "quick")  # the larger one speaks
-ELSEWHERE = {"errata": "errata.md"}  # a study whose outcome is a page of its own
+ELSEWHERE = {  # studies whose outcome is told on a page, where this one has no verdict of theirs
+    "errata": "errata.md",
+    "finding_quality": "findings.md#how-often-they-are-right",
+    "length_generalisation": "log.md#2026-11-16",
+    "reading_longer": "reading-longer.md",
+}
 HEAD = """# What came out of every study
 
 Question, what was expected before the run, verdict and the numbers it rests on, of the largest size that was run; what
@@ -46,7 +51,11 @@ def study_pages(docs: Path) -> Iterator[tuple[str, str]]:
             body += [f"**{found['answer']}**{within}. {escape(found['evidence'])}", ""]
             body += [f"Size `{size}`: {found['cells']} settings and seeds, {found['rows']} rows.", ""]
         else:
-            body += ["Not run for this page; [the log](../log.md) may have it.", ""]
+            page = ELSEWHERE.get(name)
+            told = (
+                f"What came out is told in [{page.partition('.')[0]}](../{page})." if page else "Not run for this page."
+            )
+            body += [told, ""]
         if (docs / "figures" / f"{name}.svg").exists():
             body += [f"![{escape(study.question)}](../figures/{name}.svg)", ""]
         if found and (docs / "rows" / f"{name}.csv").exists():
@@ -69,10 +78,11 @@ def verdict_page(docs: Path) -> str:
         study = find(name)
         parts += [f"## {name}", "", escape(study.question), "", f"Expected: {escape(study.expected)}", ""]
         size = next((s for s in SIZES if s in verdicts.get(name, {})), "")
-        if name in ELSEWHERE:
-            parts += [f"Its outcome is a page: [{name}]({ELSEWHERE[name]}).", ""]
+        if not size and name in ELSEWHERE:
+            page = ELSEWHERE[name]
+            parts += [f"What came out is told in [{page.partition('.')[0]}]({page}).", ""]
         elif not size:
-            parts += ["Not run for this page; [the log](log.md) may have it.", ""]
+            parts += ["Not run for this page.", ""]
         else:
             found = verdicts[name][size]
             within = f" ({escape(found['within'])})" if found.get("within") else ""

@@ -74,6 +74,38 @@ def test_a_big_bird_layer_of_any_length_is_served_by_intervals(n):
     torch.testing.assert_close(a, b)
 
 
+LAYOUT = torch.rand(64, 64, generator=torch.Generator().manual_seed(1)) < 0.1
+PATTERNS = {  # the pattern, and what it says of positions i and j
+    "strided": (
+        lambda: support.strided(512, 32) & support.causal(),
+        lambda i, j: (((i - j) % 512 == 0) | (i - j <= 32)) & (j <= i),
+    ),
+    "dilated": (lambda: support.dilated(64, 3, 9), lambda i, j: ((j - i) % 64 == 0) & (j >= i - 192) & (j <= i + 576)),
+    "blocks": (lambda: support.blocks(1024, LAYOUT), lambda i, j: LAYOUT[i // 1024, j // 1024]),
+    "global": (lambda: support.global_tokens([5, 9000]), lambda i, j: (i == 5) | (i == 9000) | (j == 5) | (j == 9000)),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_each_pattern_reaches_65536_positions(name):
+    """Counts and means of a few rows, by the definition of the pattern."""
+    from partita.engine.backends.native import library
+
+    if library.why_not() is not None or partita.backend() not in ("auto", "native"):
+        pytest.skip("by definition the whole matrix takes a minute; its values are those of the shorter tests")
+    n, g = 65536, torch.Generator().manual_seed(0)
+    make, shows = PATTERNS[name]
+    query, key, value = (torch.randn(n, d, generator=g, dtype=torch.float64) for d in (2, 2, 1))
+    rows = torch.cat([torch.randint(0, n, (9,), generator=g), torch.tensor([0, 5, 9000, n - 1])])
+    shown = shows(rows[:, None], torch.arange(n))
+    p = partita.Gibbs(query, key, support=make())
+    assert partita.explain(p).startswith("native serves")
+    mean = p.expectation(value)[rows]
+    assert torch.equal(p.visible()[rows].long(), shown.sum(-1))
+    weight = (query[rows] @ key.mT).masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num(0.0)  # some rows see none
+    torch.testing.assert_close(mean, weight @ value)
+
+
 def test_native_needs_no_mask_for_unions_of_intervals():
     """At this size a mask would be 4 GB, and the library does not write one."""
     from partita.engine.backends.native import library

@@ -79,6 +79,14 @@ def test_a_model_adds_up_its_layers():
     assert entropy_loss(layers) == 0  # nothing is laid aside where nothing is learned
 
 
+def test_weights_may_be_a_tensor():
+    x = torch.randn(2, 5, 8)
+    for given in (torch.tensor([0.1, -0.2]), torch.tensor(0.1)):
+        layer = nn.MultiheadAttention(8, 2, batch_first=True, attention_entropy_weight=given)
+        _, stats = layer(x, x, x, return_stats=True)
+        torch.testing.assert_close(entropy_loss(layer), entropy_penalty(stats, torch.as_tensor(given).tolist()))
+
+
 def test_the_penalty_is_in_the_log(tmp_path):
     """A row of the losses for each step, as it was added to the loss; a tracker gets it too; nothing else changes."""
     torch.manual_seed(2)

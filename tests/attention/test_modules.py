@@ -232,6 +232,11 @@ def test_entropy_invariant_attention_calibrated():
     layer = nn.EntropyInvariantAttention(128, 2).calibrated(reference=4096, sigma=8.0)
     assert round(layer.kappa, 2) == 2.77  # M-SCL-16
     assert layer.scale == scale.KappaLog(layer.kappa)
+    under_bias = nn.EntropyInvariantAttention(128, 2).calibrated(4096, 8.0, growth=0.25)
+    assert under_bias.kappa == pytest.approx(layer.kappa / 2)
+    for wrong in ((1, 8.0), (4096, 0.0), (4096, 8.0, -1.0)):
+        with pytest.raises(ValueRangeError):
+            nn.EntropyInvariantAttention(8, 2).calibrated(*wrong)
     with pytest.raises(ValueRangeError, match="own scale"):
         nn.EntropyInvariantAttention(8, 2, scale=scale.Constant(1.0))
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import partita
 from partita.attn import LinearState, WeightStats, l1_attention, linear_attention, rows, sigmoid_attention
-from partita.errors import DtypeError, ShapeError
+from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.scale import LogLength
 from partita.score import Additive
 
@@ -67,6 +67,7 @@ def test_the_offset_of_a_sigmoid_is_learned_or_given(blocked):
     per_head = offset[:, :1]
     want = torch.sigmoid(q @ k.mT / 2 + per_head[..., None]) @ v
     torch.testing.assert_close(sigmoid_attention(q, k, v, offset=per_head), want)
+    torch.testing.assert_close(sigmoid_attention(q, k, v, offset=per_head[:, 0]), want)
     torch.testing.assert_close(sigmoid_attention(q, k, v, offset=-1.5), torch.sigmoid(q @ k.mT / 2 - 1.5) @ v)
 
 
@@ -145,6 +146,22 @@ def test_a_state_goes_on_where_it_was():
     torch.testing.assert_close(one, whole[..., 8:, :])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_weights_of_linear_attention_are_looked_at_when_asked(blocked, causal):
+    q, k, v = make(n=9)
+    keep = (torch.rand(2, 1, 1, 9) < 0.6).expand(2, 3, 9, 9)
+    keep = keep.tril() if causal else keep
+    mask = keep[:, :1, -1, :]  # the last row sees all that are shown
+    w = weights(q, k) * keep
+    out, stats, state = linear_attention(q, k, v, key_mask=mask, is_causal=causal, return_stats=True, return_state=True)
+    assert isinstance(state, LinearState)
+    torch.testing.assert_close(out, linear_attention(q, k, v, key_mask=mask, is_causal=causal))
+    assert_statistics(stats, w, keep)
+    share = w / w.sum(-1, keepdim=True).clamp(min=1e-300)
+    surprise = torch.where(share > 0, share, 1.0).log()  # the slope of p log p at 0 is no number
+    assert_same(stats.entropy, -(share * surprise).sum(-1), (q, k))
+
+
 def test_linear_attention_hides_keys_from_all_rows():
     q, k, v = make()
     keep = torch.rand(2, 1, 9) < 0.6
@@ -182,5 +199,39 @@ def test_mistakes_are_named():
     for call in (sigmoid_attention, l1_attention, linear_attention):
         with pytest.raises(ShapeError, match="one row per key"):
             call(q, k, v[..., 1:, :])
-    with pytest.raises(partita.errors.ValueRangeError, match="chunk"):
+    with pytest.raises(ValueRangeError, match="chunk"):
         linear_attention(q, k, v, chunk=0)
+
+
+def test_what_a_form_does_not_know_is_not_passed_over():
+    q, k, v = (x.detach() for x in make())
+    for call in (sigmoid_attention, l1_attention, partita.attn.hard_attention):
+        for name in ("sink", "dropout_p", "suport"):
+            with pytest.raises(TypeError, match=f"{name} is no option.*is_causal"):
+                call(q, k, v, **{name: torch.zeros(3)})
+    linear_attention(q, k, v, attn_mask=None, scale=None, enable_gqa=False)  # the same call, with nothing in it
+    for name, given in (
+        ("scale", 2.0),
+        ("attn_mask", torch.ones(7, 9, dtype=torch.bool)),
+        ("score", Additive(4, 4, 5)),
+    ):
+        with pytest.raises(ValueRangeError, match=f"takes no {name}"):
+            linear_attention(q, k, v, **{name: given})
+    with pytest.raises(TypeError, match="'sacle'"):
+        linear_attention(q, k, v, sacle=2.0)
+    with pytest.raises(ShapeError, match="4 heads and key 2"):
+        linear_attention(q[:1, :1].expand(1, 4, 7, 4), k[:1, :2], v[:1, :2])
+    _, state = linear_attention(q, k, v, return_state=True)
+    with pytest.raises(ValueRangeError, match="return_stats needs all keys"):
+        linear_attention(q, k, v, state=state, return_stats=True)
+
+
+def test_an_offset_is_a_number_or_one_per_head_or_row():
+    q, k, v = (x.detach() for x in make())
+    with pytest.raises(ShapeError, match="offset must be one score per head"):
+        sigmoid_attention(q, k, v, offset=torch.zeros(5))
+    with pytest.raises(DtypeError, match="offset"):
+        sigmoid_attention(q, k, v, offset=torch.zeros(3, dtype=torch.int64))
+    for given in ("a", math.nan):
+        with pytest.raises(ValueRangeError, match="offset must be a finite number"):
+            sigmoid_attention(q, k, v, offset=given)

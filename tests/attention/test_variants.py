@@ -232,9 +232,27 @@ def test_position_rules_refuse_what_they_cannot_be():
         RelativeBias(torch.zeros(2, 4))
     with pytest.raises(ValueRangeError, match="align"):
         ALiBi(torch.ones(1), "middle")
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_scale_is_solved_under_a_position_rule(monkeypatch, blocked):
+    if blocked:
+        monkeypatch.setattr(rows, "_CELLS", 1)
+        monkeypatch.setattr(rows, "_FEWEST", 3)
     q, k, v = make()
-    with pytest.raises(ValueRangeError, match="not monotone"):
-        partita.attention(q, k, v, bias=ALiBi(torch.ones(3)), scale=TargetEntropy(entropy=1.0))
+    slopes = torch.tensor([0.5, 0.1, 0.02], dtype=q.dtype, requires_grad=True)
+    rule, policy = ALiBi(slopes), TargetEntropy(entropy=1.0)
+    written = rule.dense(q.shape[-2], k.shape[-2], q)
+    got, stats = partita.attention(q, k, v, bias=rule, scale=policy, return_stats=True)
+    want, dense = partita.attention(q, k, v, bias=written, scale=policy, return_stats=True)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(stats, dense)
+    _, reached = partita.solve_scale(q, k, entropy=1.0, bias=written, return_reached=True)
+    assert reached.any()
+    torch.testing.assert_close(stats.entropy[reached], torch.ones_like(stats.entropy)[reached], atol=1e-8, rtol=0)
+    assert_same_gradients(got, want, (q, k, v, slopes))
+    for form in (hard_attention, partita.attn.sigmoid_attention):
+        torch.testing.assert_close(form(q, k, v, bias=rule, scale=policy), form(q, k, v, bias=written, scale=policy))
 
 
 def test_slopes_of_alibi():

@@ -76,6 +76,7 @@ def assert_same_again(experiment: Experiment, cell: Cell, store: Store) -> None:
     "name",
     [
         "attention_entropy",
+        "head_entropy",
         "initialisation",
         "normalisers",
         "optimal_entropy",

@@ -60,6 +60,29 @@ def test_every_statement_of_the_notes_has_a_section():
     assert len({(s["note"], s["at"]) for s in SECTIONS}) == len(SECTIONS)
 
 
+LAST = {"contrast": "4.4.5", "losses": "4.3.7", "attention": "5.1.8", "noise": "25", "scale": "29"}
+
+
+def numbers(at: str) -> list[str]:
+    """The sections of a row: "5.1.1 to 5.1.3" has three.
+
+    >>> numbers("25 to 26"), numbers("4.4.3, end")
+    (['25', '26'], ['4.4.3'])
+    """
+    first, _, last = at.partition(",")[0].partition(" to ")
+    head, _, start = first.rpartition(".")
+    stop = int(last.rpartition(".")[2]) if last else int(start)
+    return [f"{head}.{k}" if head else str(k) for k in range(int(start), stop + 1)]
+
+
+@pytest.mark.parametrize("note", LAST)
+def test_no_section_of_a_note_is_left_out(note):
+    """Sections are numbered one after another: from the first to the last each is in the table, in its order."""
+    told = [number for section in SECTIONS if section["note"] == note for number in numbers(section["at"])]
+    head, _, last = LAST[note].rpartition(".")
+    assert list(dict.fromkeys(told)) == numbers(f"{head}.1 to {LAST[note]}" if head else f"1 to {last}")
+
+
 def test_the_page_is_up_to_date():
     kept = (ROOT / "docs" / "sections.md").read_text(encoding="utf-8")
     assert kept == SCRIPT.page(), "run python docs/sections.py"

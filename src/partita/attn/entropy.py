@@ -11,7 +11,7 @@ from partita._checks import finite
 from partita.engine import Stats
 from partita.errors import ShapeError, ValueRangeError
 
-__all__ = ["check_entropy_weight", "entropy_penalty", "mean_entropy"]
+__all__ = ["check_entropy_weight", "entropy_penalty", "mean_entropy", "weighs"]
 
 
 def entropy_penalty(stats: Stats, weight: float | Sequence[float] | Tensor) -> Tensor:
@@ -41,10 +41,16 @@ def entropy_penalty(stats: Stats, weight: float | Sequence[float] | Tensor) -> T
     return -(each * share).sum() / chosen.sum().clamp(min=1)
 
 
-def check_entropy_weight(weight: float | Sequence[float], heads: int | None = None) -> None:
+def weighs(weight: float | Sequence[float] | Tensor) -> bool:
+    """Whether a penalty is wanted at all; what several numbers are is not asked."""
+    return not isinstance(weight, (int, float)) or weight != 0.0
+
+
+def check_entropy_weight(weight: float | Sequence[float] | Tensor, heads: int | None = None) -> None:
     """A finite number, or one for each head."""
-    each = list(weight) if isinstance(weight, (Sequence, Tensor)) else [weight]
-    if not all(isinstance(x, (int, float, Tensor)) and finite(float(x)) for x in each):
+    weight = weight.reshape(-1).tolist() if isinstance(weight, Tensor) else weight
+    each = list(weight) if isinstance(weight, Sequence) else [weight]
+    if not all(isinstance(x, (int, float)) and finite(x) for x in each):
         raise ValueRangeError(f"attention_entropy_weight must be a finite number, or one per head; got {weight!r}.")
     if heads is not None and len(each) not in (1, heads):
         raise ShapeError(f"attention_entropy_weight must be one number or one per head ({heads}); got {len(each)}.")

@@ -68,6 +68,10 @@ def hierarchical_attention(
     Causal: own block up to the query, and the blocks before it. With one block, equal to `attention`. Statistics are
     those of what the query looks at: a summary is one key of score log n_b + scale <query, mean key>.
 
+    >>> x = torch.zeros(6, 1)
+    >>> hierarchical_attention(x, x, torch.arange(6.0)[:, None], 2)[0]  # equal scores: every key counts once
+    tensor([2.5000])
+
     scale: a policy counts the keys of each level: those of its own block that a query sees, and the summaries it sees.
     """
     check_whole("block", block, least=1)

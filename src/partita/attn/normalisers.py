@@ -10,16 +10,26 @@ A learned sink (`attention(..., sink=)`) is the fourth: a softmax whose rows may
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from partita._checks import check_bool, check_pair, check_value, check_whole
+from partita._checks import (
+    broadcast,
+    check_bool,
+    check_float,
+    check_heads,
+    check_pair,
+    check_value,
+    check_whole,
+    finite,
+)
 from partita.attn.problem import Problem
-from partita.attn.rows import by_rows
-from partita.errors import ShapeError
+from partita.attn.rows import blocks, by_rows
+from partita.attn.sink import sink_per_row
+from partita.errors import ShapeError, ValueRangeError
 from partita.precision import accumulation_dtype, output_dtype
 
 if TYPE_CHECKING:
@@ -60,19 +70,29 @@ def sigmoid_attention(
     >>> sigmoid_attention(torch.zeros(1, 2), torch.zeros(3, 2), torch.ones(3, 1))  # 3 * (1/3) / (1 + 1/3)
     tensor([[0.7500]])
 
-    offset: a number, or broadcastable to the rows (..., n_query); it may be learned.
+    offset: a number, one per head (heads,), or broadcastable to the rows (..., n_query); it may be learned.
     """
+    problem = Problem.of(query, key, **options).resolved()
+    check_value(value, key)
+    given = None if offset is None else _offset(offset, problem, value)
 
     def weigh(scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
         level = -visible.clamp(min=1).to(scores.dtype).log()
-        if isinstance(offset, Tensor):
-            level = (offset if not offset.dim() or offset.shape[-1] == 1 else offset[..., rows])[..., None].to(scores)
-        elif offset is not None:
-            level = torch.full_like(level, float(offset))
-        return torch.sigmoid(scores + level)
+        return torch.sigmoid(scores + (level if given is None else given[..., rows, None].to(scores)))
 
-    out, stats = _weighed(query, key, value, weigh, options, normalise=False)
+    out, stats = _weighed(problem, value, weigh, normalise=False)
     return (out, stats) if return_stats else out
+
+
+def _offset(offset: float | Tensor, problem: Problem, value: Tensor) -> Tensor:  # (..., n_query)
+    query = problem.query
+    rows = query.new_empty((), dtype=accumulation_dtype(query.dtype)).expand(*problem.batch(value), problem.n_query)
+    if isinstance(offset, Tensor):
+        check_float("offset", offset)
+        return sink_per_row(offset, rows, "offset")
+    if not (isinstance(offset, (int, float)) and finite(offset)):
+        raise ValueRangeError(f"offset must be a finite number or a tensor; got {offset!r}.")
+    return torch.full_like(rows, float(offset))
 
 
 def l1_attention(
@@ -92,38 +112,34 @@ def l1_attention(
     def weigh(scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
         return torch.where(scores.isneginf(), 0.0, scores.abs())
 
-    out, stats = _weighed(query, key, value, weigh, options, normalise=True)
+    problem = Problem.of(query, key, **options).resolved()
+    check_value(value, key)
+    out, stats = _weighed(problem, value, weigh, normalise=True)
     return (out, stats) if return_stats else out
 
 
-def _weighed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weigh: Weigh,
-    options: Options,
-    *,
-    normalise: bool,
-) -> tuple[Tensor, WeightStats]:
+def _weighed(problem: Problem, value: Tensor, weigh: Weigh, *, normalise: bool) -> tuple[Tensor, WeightStats]:
     """sum_j w_ij value_j a block of rows at a time, made again in the backward pass."""
-    problem = Problem.of(query, key, **options).resolved()
-    check_value(value, key)
     values = problem.spread(value)
 
     def run(rows: slice) -> tuple[Tensor, ...]:
         scores = problem.hidden(problem.plus_bias(problem.content(rows), rows), rows)
-        visible = (~scores.isneginf()).sum(-1, keepdim=True)
-        weight = weigh(scores, visible, rows)
-        total = weight.sum(-1, keepdim=True)
-        whole = torch.where(total == 0, torch.ones_like(total), total)
-        share = weight / whole
+        visible = (~scores.isneginf()).sum(-1)
+        weight = weigh(scores, visible[..., None], rows)
+        share, stats = _statistics(weight, visible)
         out = (share if normalise else weight) @ values.to(weight.dtype)
-        size = torch.where(share == 0, torch.ones_like(share), share).log()
-        stats = (total[..., 0], -(share * size).sum(-1), _largest(share), visible[..., 0].to(weight.dtype))
         return (out.to(output_dtype(value)), *stats)
 
     out, *stats = by_rows(run, problem.blocks(value), (1, 0, 0, 0, 0))
     return out, WeightStats(*stats)
+
+
+def _statistics(weight: Tensor, visible: Tensor) -> tuple[Tensor, WeightStats]:
+    """The weights of each row divided by their sum, and what they are like."""
+    total = weight.sum(-1)
+    share = weight / torch.where(total == 0, torch.ones_like(total), total)[..., None]
+    size = torch.where(share == 0, torch.ones_like(share), share).log()
+    return share, WeightStats(total, -(share * size).sum(-1), _largest(share), visible.to(weight.dtype))
 
 
 def _largest(share: Tensor) -> Tensor:
@@ -153,7 +169,9 @@ def linear_attention(
     chunk: int = 128,
     state: LinearState | None = None,
     return_state: bool = False,
-) -> Tensor | tuple[Tensor, LinearState]:
+    return_stats: bool = False,
+    **others: object,
+) -> Tensor | tuple[Any, ...]:
     """Attention whose weights are inner products of features: time and memory linear in the length.
 
         out_i = sum_j <phi(q_i), phi(k_j)> value_j / sum_j <phi(q_i), phi(k_j)>          phi(x) = elu(x) + 1
@@ -169,9 +187,15 @@ def linear_attention(
 
     feature_map: vectors to vectors without negative numbers; any module will do.
     state: of the keys that came before, as `return_state` gave it: a decoder goes on from there.
+    return_stats: also `WeightStats` of weights that are written out a block of rows at a time for it, so in quadratic
+        time; before the state, where both are asked for.
     """
+    _check_others(others)
     check_pair(query, key)
     check_value(value, key)
+    check_heads(query, key)
+    if return_stats and state is not None:
+        raise ValueRangeError("return_stats needs all keys, and a state has only their sums; leave out one of them.")
     check_whole("chunk", chunk, least=1)
     dtype = accumulation_dtype(query.dtype)
     q, k, v = feature_map(query).to(dtype), feature_map(key).to(dtype), value.to(dtype)
@@ -195,11 +219,50 @@ def linear_attention(
         whole = k.mT @ v
         sums = q @ (whole if before is None else whole + before)
     moment, mass = sums[..., :-1], sums[..., -1:]
-    out = (moment / torch.where(mass == 0, torch.ones_like(mass), mass)).to(output_dtype(value))
-    if not return_state:
-        return out
-    seen = k.mT @ v if before is None else k.mT @ v + before
-    return out, LinearState(seen[..., :-1], seen[..., -1])
+    found: list[Any] = [(moment / torch.where(mass == 0, torch.ones_like(mass), mass)).to(output_dtype(value))]
+    if return_stats:
+        found.append(_written_out(q, k, key_mask, is_causal))
+    if return_state:
+        seen = k.mT @ v if before is None else k.mT @ v + before
+        found.append(LinearState(seen[..., :-1], seen[..., -1]))
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _check_others(others: dict[str, object]) -> None:
+    for name, value in others.items():
+        if name not in _REFUSED:
+            raise TypeError(f"linear_attention() got an unexpected keyword argument {name!r}.")
+        if value is not None and value is not False:
+            raise ValueRangeError(f"linear_attention takes no {name}: {_REFUSED[name]}")
+
+
+_PAIRS = "it never writes out pairs; hide keys from all rows with key_mask, or the future with is_causal."
+_SCORES = "its weights are inner products of features and no function of a score; put it into feature_map."
+_REFUSED = {
+    "attn_mask": _PAIRS,
+    "support": _PAIRS,
+    "bias": _PAIRS,
+    "scale": _SCORES,
+    "softcap": _SCORES,
+    "score": _SCORES,
+    "enable_gqa": "give each query head its key head, key.repeat_interleave(groups, -3).",
+}
+
+
+def _written_out(q: Tensor, k: Tensor, key_mask: Tensor | None, is_causal: bool) -> WeightStats:
+    """The statistics of weights <q_i, k_j>, a block of rows at a time; hidden keys are 0 already."""
+    n_query, n_key = q.shape[-2], k.shape[-2]
+    keep = torch.ones((), dtype=torch.bool, device=q.device) if key_mask is None else key_mask[..., None, :]
+    at = torch.arange(n_key, device=q.device)
+
+    def run(rows: slice) -> tuple[Tensor, ...]:
+        weight = q[..., rows, :] @ k.mT
+        seen = keep & (at <= at[rows, None]) if is_causal else keep
+        seen = seen.expand(weight.shape)
+        return _statistics(torch.where(seen, weight, torch.zeros_like(weight)), seen.sum(-1))[1]
+
+    batch = broadcast(q.shape[:-2], k.shape[:-2])
+    return WeightStats(*by_rows(run, blocks(n_query, n_key, batch), (0, 0, 0, 0)))
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, chunk: int, before: Tensor | None) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor
 from partita import support as supports
 from partita._checks import broadcast, check_heads, check_matrix, shape_text
 from partita.attn.bias import Bias
-from partita.attn.rows import KeysOf, RowsOf, blocks
+from partita.attn.rows import KeysOf, RowsOf, blocks, by_rows
 from partita.engine.axes import Sides
-from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.errors import DtypeError, ShapeError
 from partita.gibbs import Gibbs
 from partita.scale import Policy, TargetEntropy
 from partita.score import Score
@@ -40,6 +40,9 @@ class Options(TypedDict, total=False):
     score: Score | None
 
 
+_KNOWN = tuple(Options.__annotations__)
+
+
 def distribution(query: Tensor, key: Tensor, **options: Unpack[Options]) -> Gibbs:
     """The distribution that the arguments of attention describe, where the bias is a tensor or none."""
     scale, support, bias, rule = _ingredients(query, key, options)
@@ -53,6 +56,12 @@ def _ingredients(
     query: Tensor, key: Tensor, options: Options
 ) -> tuple[float | Tensor | Policy, Support | None, Tensor | None, Bias | None]:
     """How sharp, which keys, what is added, and what is added by a rule."""
+    for name in options:
+        if name not in _KNOWN:
+            raise TypeError(
+                f"{name} is no option of this form of attention, which takes {', '.join(_KNOWN)}; "
+                f"all others are partita.attention's alone."
+            )
     attn_mask, support, bias = options.get("attn_mask"), options.get("support"), options.get("bias")
     scale = options.get("scale")
     check_matrix("query", query)
@@ -72,10 +81,6 @@ def _ingredients(
         support = both(support, supports.causal())
     if scale is None:  # a score of another kind has a size of its own
         scale = max(query.shape[-1], 1) ** -0.5 if options.get("score") is None else 1.0
-    if rule is not None and isinstance(scale, TargetEntropy):
-        raise ValueRangeError(
-            "TargetEntropy takes no position bias: with a bias the entropy is not monotone in the scale."
-        )
     if not options.get("enable_gqa", False):
         check_heads(query, key)
     return scale, support, bias, rule
@@ -107,8 +112,20 @@ class Problem(Sides):
         """The policy replaced by the scale it gives each row, so that the rows can be told apart."""
         if not isinstance(self.scale, Policy):
             return self
+        if self.rule is not None and isinstance(self.scale, TargetEntropy):
+            return replace(self, scale=self._solved(self.scale))
         whole = self._gibbs(self.query, self.scale, self.bias, self.support)
         return replace(self, scale=whole.scale, support=whole.support, bias=whole.bias)
+
+    def _solved(self, policy: TargetEntropy) -> Tensor:  # (..., n_query)
+        """The scale of each row under a rule, whose numbers are there for one block of rows at a time."""
+
+        def run(rows: slice) -> tuple[Tensor, ...]:
+            found = replace(self, scale=policy).rows(rows).scale
+            assert isinstance(found, Tensor)
+            return (found,)
+
+        return by_rows(run, self.blocks(), (0,))[0]
 
     def rows(self, rows: slice, also: Support | None = None) -> Gibbs:
         """The distribution of a block of rows of a resolved problem, over the keys that `also` shows."""

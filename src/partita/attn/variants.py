@@ -107,6 +107,10 @@ def gumbel_attention(
 
         weights_i = softmax((score_i + g_i) / temperature)          g = -log(-log U)
 
+    >>> drawn = gumbel_attention(torch.zeros(1, 2), torch.zeros(4, 2), torch.ones(4, 1), 0.1)
+    >>> round(drawn.item(), 5)  # whichever key it is, its value is 1
+    1.0
+
     hard: the drawn key's value going forward, the relaxed sample's gradient going back. The noise is remade from a
     seed, never held whole; torch.manual_seed, or `generator`, governs it. No softcap: it would cap the noisy scores.
     """

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from partita import scale as scales
 from partita import support as supports
 from partita.attn import attention, entropy_penalty
-from partita.attn.entropy import check_entropy_weight
+from partita.attn.entropy import check_entropy_weight, weighs
 from partita.attn.rotary_attention import Turning, turned_attention
 from partita.engine import Stats
 from partita.errors import ValueRangeError
@@ -34,7 +34,7 @@ from partita.scale import Policy, TargetEntropy
 
 __all__ = ["MADE", "NAMES", "OBSERVERS", "TURNING", "called_by", "register", "set_scale"]
 
-EntropyWeight = float | Sequence[float] | Mapping[int, float | Sequence[float]]
+EntropyWeight = float | Sequence[float] | Tensor | Mapping[int, float | Sequence[float] | Tensor]
 LayerScale = Policy | Mapping[int, Policy] | Callable[[nn.Module], Policy | None]
 _FIELD = "partita_scale"  # of a model's config, so that save_pretrained keeps it
 NAMES: set[str] = set()  # names under which transformers knows partita's attention
@@ -58,7 +58,8 @@ def register(
     the attention module that gives a policy or None. `set_scale` changes one model afterwards.
     attention_entropy_weight: a number, one per head, or a mapping from layer index to either. While a model trains,
     each layer lays aside -weight * mean(H / log n); add `partita.nn.entropy_loss(model)` to its loss. Above 0 keeps
-    attention broad, below 0 sharpens it.
+    attention broad, below 0 sharpens it. A mapping says nothing of layers without a `layer_idx`, as many vision models
+    have them.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -83,7 +84,7 @@ def register(
         weight = attention_entropy_weight
         if isinstance(weight, Mapping):
             weight = weight.get(getattr(module, "layer_idx", -1), 0.0)
-        if module.training and weight != 0.0:
+        if module.training and weighs(weight):
             module.__dict__["entropy_loss"] = entropy_penalty(stats, weight)
         return out, stats
 

@@ -5,7 +5,6 @@ head_r = attention(x W_Q^r, y W_K^r, z W_V^r)          out = concat(head_1 ... h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 
 from partita import support as supports
 from partita.attn import Bias, Positions, Rotary, attention, entropy_penalty
-from partita.attn.entropy import check_entropy_weight
+from partita.attn.entropy import check_entropy_weight, weighs
 from partita.attn.rotary_attention import rotary_attention, rotary_weights
 from partita.engine import Stats
 from partita.errors import ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.nn.controller import TemperatureController
 from partita.nn.masks import hidden_and_added, kept
-from partita.scale import KappaLog, Policy
+from partita.scale import CalibratedLog, KappaLog, Policy
 from partita.support import Support
 
 __all__ = ["EntropyInvariantAttention", "MultiheadAttention"]
@@ -69,7 +68,7 @@ class MultiheadAttention(nn.Module):
         rotary: bool | float | Positions = False,
         qk_norm: bool = False,
         sink: bool = False,
-        attention_entropy_weight: float | Sequence[float] = 0.0,
+        attention_entropy_weight: float | Sequence[float] | Tensor = 0.0,
     ):
         super().__init__()
         check_entropy_weight(attention_entropy_weight, num_heads)
@@ -221,7 +220,7 @@ class MultiheadAttention(nn.Module):
             heads, stats = rotary_attention(q, k, v, self._clipped, **options)
         if self.training and isinstance(self.scale, TemperatureController):
             self.scale.observe(stats)
-        if self.training and self.attention_entropy_weight != 0.0:
+        if self.training and weighs(self.attention_entropy_weight):
             self.entropy_loss = entropy_penalty(stats, self.attention_entropy_weight)
         out = self.out_proj(heads.transpose(1, 2).flatten(2))
         second: Any = None
@@ -280,14 +279,13 @@ class EntropyInvariantAttention(MultiheadAttention):
         super().__init__(embed_dim, num_heads, batch_first=batch_first, scale=KappaLog(kappa), **options)
         self.kappa = kappa
 
-    def calibrated(self, reference: float, sigma: float) -> EntropyInvariantAttention:
-        """This module with kappa = head_dim / (sigma sqrt(log reference)): entropy stationary around that length.
+    def calibrated(self, reference: float, sigma: float, growth: float = 1.0) -> EntropyInvariantAttention:
+        """This module with kappa = head_dim sqrt(growth) / (sigma sqrt(log reference)): entropy stationary there.
 
         sigma: standard deviation of the raw scores <query, key> of a row, as `partita.scale.measure_sigma` finds it.
+        growth: of a position bias alone, as `partita.theory.sharpness.bias_growth` finds it; 1 without one.
         """
-        if not (reference > 1 and sigma > 0):
-            raise ValueRangeError(f"reference must be above 1 and sigma positive; got {reference!r} and {sigma!r}.")
-        self.kappa = self.head_dim / (sigma * math.sqrt(math.log(reference)))
+        self.kappa = float(CalibratedLog(reference, sigma, growth).kappa(self.head_dim))
         self.scale = KappaLog(self.kappa)
         return self
 

@@ -180,7 +180,11 @@ class _Error(nn.Module):
 
 
 class BrierLoss(_Error):
-    """`brier_loss` of a classifier: |softmax(z) - y|^2, summed over classes; on="logits" leaves the softmax out."""
+    """`brier_loss` of a classifier: |softmax(z) - y|^2, summed over classes; on="logits" leaves the softmax out.
+
+    >>> BrierLoss()(torch.zeros(1, 2), torch.tensor([0]))  # (1/2)^2 + (1/2)^2
+    tensor(0.5000)
+    """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return losses.brier_loss(input, target, on=self.on, reduction=self.reduction, ignore_index=self.ignore_index)

@@ -289,7 +289,12 @@ class TargetEntropy(Policy):
     """The scale at which each row's entropy hits a target, solved row by row (M-SCL-10).
 
     Give one of: entropy (nats), width (keys: entropy log(width)), fraction (of log n). A target out of reach gives the
-    nearest reachable scale. It depends on the scores, so it cannot fold from n alone; Gibbs and attention solve it.
+    nearest reachable scale. It depends on the scores, so it cannot fold from n alone; Gibbs and attention solve it,
+    also under a bias or a position rule (`partita.solve_scale` says how).
+
+    >>> p = partita.Gibbs(torch.ones(1, 1), torch.arange(9.0)[:, None], scale=TargetEntropy(width=3.0))
+    >>> round(p.entropy().exp().item(), 3)
+    3.0
     """
 
     entropy: float | None = None

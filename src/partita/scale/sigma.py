@@ -29,6 +29,9 @@ class CalibratedLog(Policy):
     For Gaussian scores the entropy is then stationary around n = reference, where it is log(reference) / 2. Under an
     additive position bias kappa is smaller by sqrt(growth), growth the speed dH/d log n at which the bias alone widens
     a row (`partita.theory.sharpness.bias_growth`); 1 without a bias.
+
+    >>> CalibratedLog(4096, sigma=8.0)(4096, 64)  # sqrt(log 4096) / sigma
+    tensor(0.3605, dtype=torch.float64)
     """
 
     reference: float
@@ -49,7 +52,11 @@ class CalibratedLog(Policy):
 
 @dataclass(frozen=True)
 class GaussianEntropy(Policy):
-    """scale = sqrt(2 * max(0, log n - entropy)) / sigma: H = log n - (scale * sigma)^2 / 2 held constant (M-SCL-14)."""
+    """scale = sqrt(2 * max(0, log n - entropy)) / sigma: H = log n - (scale * sigma)^2 / 2 held constant (M-SCL-14).
+
+    >>> GaussianEntropy(3.0, sigma=8.0)(2, 64)  # two keys cannot have more than log 2: no sharpness at all
+    tensor(0., dtype=torch.float64)
+    """
 
     entropy: float
     sigma: float | Tensor
@@ -80,6 +87,9 @@ def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) ->
 
     Streams over rows; nothing of size n_query * n_key is held at once for long inputs. A number, or inside a graph,
     which has none yet, a tensor of no dimensions; policies take either.
+
+    >>> measure_sigma(torch.tensor([[2.0]]), torch.tensor([[1.0], [-1.0]]))  # scores 2 and -2
+    2.0
     """
     check_pair(query, key)
     check_support(support)
