@@ -1,7 +1,7 @@
 """What the conformance suite does not ask of a backend, with the reason: everything else is asked of every one.
 
 Triton's interpreter takes some milliseconds for every operation of a kernel, so a test that calls a pass hundreds of
-times to form finite differences is left out where the same thing is compared directly.
+times is left out where the same thing is compared directly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import pytest
 
 DIRECTLY = (
-    "finite differences take hundreds of passes, 16 s a test in the interpreter; tests/triton compares the same "
+    "finite differences take some ten passes, 5 s a test in the interpreter; tests/triton compares the same "
     "gradients, over several tiles, with those of the dense backend, which this test has checked"
 )
 SECOND = "second derivatives are those of the tiled backend whatever backend serves the pass: no kernel is asked"
