@@ -111,7 +111,7 @@ def _weighed(
     values = problem.spread(value)
 
     def run(rows: slice) -> tuple[Tensor, ...]:
-        scores = problem.hidden(problem.plus_bias(problem.content(rows), rows), rows)
+        scores = problem.hidden(problem.plus_bias(problem.content(rows), rows), rows, slice(0, problem.n_key))
         visible = (~scores.isneginf()).sum(-1, keepdim=True)
         weight = weigh(scores, visible, rows)
         total = weight.sum(-1, keepdim=True)
