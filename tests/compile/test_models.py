@@ -189,6 +189,13 @@ def test_values_that_cannot_be_are_named_when_the_graph_runs():
     sharp = torch.compile(lambda s: partita.Gibbs(x, w, scale=s).entropy(), fullgraph=True, backend="aot_eager")
     with pytest.raises(partita.errors.ValueRangeError, match="scale must be finite"):
         sharp(torch.tensor([1.0, torch.nan, 1.0, 1.0, 1.0]))
+    layer = partita.nn.MultiheadAttention(8, 2)
+    start = torch.compile(lambda: partita.nn.init_sharpness_(layer, sigma=0.5), fullgraph=True, backend="aot_eager")
+    start()
+    with torch.no_grad():
+        layer.in_proj_weight.zero_()
+    with pytest.raises(RuntimeError, match="weights are all zero"):
+        start()
 
 
 def test_random_draws_follow_torchs_seed_and_differ_from_call_to_call():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 import partita.hf
 from partita import scale
@@ -46,6 +47,29 @@ def test_a_model_is_one_graph(name):
         results.append((logits.detach(), grads))
     torch.testing.assert_close(*results)
     assert results[0][1]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_loss_without_logits_is_one_graph(dynamic):
+    model = partita.hf.logit_free(make("llama", "partita"))
+    given, _ = inputs("llama", "right")
+    given = {**given, "use_cache": False, "labels": given["input_ids"]}
+    shapes: list[torch.Size] = []
+
+    def keep(graph, inputs):
+        shapes.extend(x.shape for node in graph.graph.nodes if isinstance(x := node.meta.get("example_value"), Tensor))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(lambda **given: model(**given).loss, fullgraph=True, backend=keep, dynamic=dynamic)
+    results = []
+    for run in (lambda **given: model(**given).loss, compiled):
+        model.zero_grad()
+        loss = run(**given)
+        loss.backward()
+        results.append((loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}))
+    torch.testing.assert_close(*results)
+    assert shapes
+    assert not [shape for shape in shapes if len(shape) > 1 and shape[-1] == model.config.vocab_size]
 
 
 def test_generation_with_a_static_cache_compiles():

@@ -270,6 +270,15 @@ def test_banks_join_in_one_partition():
     assert_equal_with_gradients(ours, F.cross_entropy(s, torch.arange(6)), (q, a, b))
 
 
+def test_autocast_leaves_the_moments_of_the_negatives_alone():
+    q, k = (leaf(9, 5).float() for _ in range(2))
+    want = info_nce_loss(q, k, return_stats=True)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = info_nce_loss(q, k, return_stats=True)[1]
+    for name in ("negative_similarity", "negative_variance"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name))
+
+
 def test_the_readout_is_that_of_the_dense_matrix():
     q, k = leaf(9, 5), leaf(9, 5)
     loss, stats = info_nce_loss(q, k, temperature=0.3, return_stats=True)

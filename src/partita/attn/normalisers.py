@@ -123,7 +123,7 @@ def _weighed(problem: Problem, value: Tensor, weigh: Weigh, *, normalise: bool) 
     values = problem.spread(value)
 
     def run(rows: slice) -> tuple[Tensor, ...]:
-        scores = problem.hidden(problem.plus_bias(problem.content(rows), rows), rows)
+        scores = problem.hidden(problem.plus_bias(problem.content(rows), rows), rows, slice(0, problem.n_key))
         visible = (~scores.isneginf()).sum(-1)
         weight = weigh(scores, visible[..., None], rows)
         share, stats = _statistics(weight, visible)
@@ -268,10 +268,14 @@ def _written_out(q: Tensor, k: Tensor, key_mask: Tensor | None, is_causal: bool)
 def _causal(q: Tensor, k: Tensor, v: Tensor, chunk: int, before: Tensor | None) -> Tensor:
     """sum over j up to i of <q_i, k_j> v_j: a running state from chunk to chunk, pairs inside."""
     n = q.shape[-2]
-    pad = -n % chunk
-    q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(-2, (-1, chunk)) for x in (q, k, v))  # (..., chunks, chunk, .)
+    chunks = (n + chunk - 1) // chunk  # a compiler follows chunks * chunk, not n + -n % chunk
+    pad = chunks * chunk - n
+    q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(-2, (chunks, chunk)) for x in (q, k, v))  # (..., chunks, chunk, .)
     own = k.mT @ v
     past = F.pad(own.cumsum(-3), (0, 0, 0, 0, 1, 0))[..., :-1, :, :]  # of the chunks before
     past = past if before is None else past + before.unsqueeze(-3)
     inside = (q @ k.mT).tril() @ v
-    return (q @ past + inside).flatten(-3, -2)[..., :n, :]
+    out = (q @ past + inside).flatten(-3, -2)
+    if torch.compiler.is_compiling():  # inductor keeps a slice for the backward pass with the first length's strides
+        return out.index_select(-2, torch.arange(n, device=out.device))
+    return out[..., :n, :]

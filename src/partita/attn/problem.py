@@ -178,9 +178,9 @@ class Problem(Sides):
         bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., cols]
         return scores if bias is None else scores + bias.to(scores.dtype)
 
-    def hidden(self, scores: Tensor, rows: slice, cols: slice | None = None) -> Tensor:
+    def hidden(self, scores: Tensor, rows: slice, cols: slice) -> Tensor:
         """-inf where a key is not visible."""
-        seen = self.seen(rows, slice(0, self.n_key) if cols is None else cols, scores.shape[:-2])
+        seen = self.seen(rows, cols, scores.shape[:-2])
         return scores if seen is None else torch.where(seen, scores, -torch.inf)
 
     def seen(self, rows: slice, cols: slice, batch: Sequence[int]) -> Tensor | None:  # (..., rows, cols)

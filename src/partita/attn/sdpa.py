@@ -113,7 +113,7 @@ def attention(
     if not return_received:
         return out
     known = problem.resolved()
-    parts = [received_by_keys(known.rows(rows), sink, rows) for rows in known.blocks()]
+    parts = [received_by_keys(known.rows(rows), _sink_of(sink, rows)) for rows in known.blocks()]
     return _with(out, torch.stack(parts).sum(0))
 
 
@@ -121,13 +121,16 @@ def _with(out: Tensor | tuple[Tensor, Stats], received: Tensor) -> tuple[Any, ..
     return (out, received) if isinstance(out, Tensor) else (*out, received)
 
 
-def received_by_keys(p: Gibbs, sink: Tensor | None, rows: slice | None = None) -> Tensor:
-    """What each key receives from the rows of p, less what a sink takes; `rows`: which of a larger problem they are."""
+def _sink_of(sink: Tensor | None, rows: slice) -> Tensor | None:
+    """Of some rows of a larger problem."""
+    return sink[..., rows] if sink is not None and sink.dim() >= 2 and sink.shape[-1] > 1 else sink
+
+
+def received_by_keys(p: Gibbs, sink: Tensor | None) -> Tensor:
+    """What each key receives from the rows of p, less what a sink takes."""
     if sink is None:
         return p.received()
     state = p.state()
-    if rows is not None and sink.dim() >= 2 and sink.shape[-1] > 1:
-        sink = sink[..., rows]
     return p.received(1 - state.sink_mass(sink_per_row(sink, state.mass)))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from partita.contrastive.candidates import Bank
 from partita.engine import State, Stats
+from partita.precision import product
 from partita.rows import LossStats, and_fields
 
 __all__ = ["ContrastStats", "LabelStats", "above", "per_row", "readout", "similarity_moments", "width_of"]
@@ -141,12 +142,12 @@ def similarity_moments(
             s = (rows[:, None, :] * key).sum(-1)
             first, second, keys = first + s.sum(-1), second + s.square().sum(-1), key.shape[-2]
         else:
-            sums, squares = (bank.processes.added(x) for x in (key.sum(0), key.mT @ key))
+            sums, squares = (bank.processes.added(x) for x in (key.sum(0), product(key.mT, key)))
             sizes = bank.processes.sizes  # none where nobody had to be asked
             keys = sum(sizes[bank.kind]) if sizes else key.shape[-2]
             keys = keys if bank.used is None else bank.used.sum()  # type: ignore[assignment]
-            first = first + rows @ sums
-            second = second + ((rows @ squares) * rows).sum(-1)
+            first = first + product(rows, sums)
+            second = second + (product(rows, squares) * rows).sum(-1)
         count = count + keys
     for one in left_out:
         first, second, count = first - one, second - one.square(), count - 1

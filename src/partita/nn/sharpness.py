@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from partita._checks import check_positive, check_whole
 from partita.errors import ShapeError, ValueRangeError
 from partita.nn.attention import MultiheadAttention
-from partita.scale import GaussianEntropy, Policy, TargetEntropy
+from partita.scale import Policy, TargetEntropy
 
 __all__ = ["init_sharpness_"]
 
@@ -50,7 +50,7 @@ def init_sharpness_(
                 f"the entropy of {length} keys is at most log {length} = {math.log(length):.3f}; got {entropy}. "
                 f"Give the length that your rows start with, length=n."
             )
-        sigma = float(GaussianEntropy(entropy, 1.0)(length, 1))
+        sigma = math.sqrt(2 * (math.log(length) - entropy))
     assert sigma is not None
     check_positive("sigma", sigma, zero=True)
     layers = [m for m in module.modules() if isinstance(m, (MultiheadAttention, nn.MultiheadAttention))]
@@ -72,15 +72,14 @@ def _rescale(layer: MultiheadAttention | nn.MultiheadAttention, sigma: float, le
     _clear_bias(layer, (heads + kv_heads) * dim)
     if isinstance(layer, MultiheadAttention) and layer.q_norm is not None and layer.k_norm is not None:
         # normed vectors have products of deviation sqrt(dim): the gains do the rest, one for all heads
-        gain = float(wanted.mean().double() / math.sqrt(dim)) ** 0.5
+        gain = (wanted.mean().double() / math.sqrt(dim)).sqrt()
         layer.q_norm.weight.fill_(gain)
         layer.k_norm.weight.fill_(gain)
         return
     query, key = _weights(layer, heads * dim, kv_heads * dim)
     for head, (q, k) in enumerate(_by_head(query, key, heads, kv_heads)):
         found = ((q @ q.mT) * (k @ k.mT)).sum().clamp(min=0.0).sqrt()  # || q^T k ||_F
-        if not found > 0:
-            raise ValueRangeError("a head's query or key weights are all zero; initialise them before rescaling.")
+        _require(found > 0, "a head's query or key weights are all zero; initialise them before rescaling.")
         factor = wanted[head].to(q) / found
         if kv_heads == heads:
             q.mul_(factor.sqrt())
@@ -96,9 +95,16 @@ def _multiplier(layer: nn.Module, length: int, heads: int, dim: int) -> Tensor: 
     if isinstance(scale, Policy):
         scale = scale(length, dim)
     number = torch.as_tensor(dim**-0.5 if scale is None else scale, dtype=torch.float64).detach().reshape(-1).abs()
-    if not bool((number > 0).all()):
-        raise ValueRangeError(f"the scale of the layer is 0 at {length} keys, so no weights make it sharper.")
+    _require((number > 0).all(), f"the scale of the layer is 0 at {length} keys, so no weights make it sharper.")
     return number.expand(heads)
+
+
+def _require(ok: Tensor, message: str) -> None:
+    """In a graph, which has no values while it is made, torch raises the message when it runs."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(ok, message)
+    elif not bool(ok):
+        raise ValueRangeError(message)
 
 
 def _weights(layer: MultiheadAttention | nn.MultiheadAttention, n_query: int, n_key: int) -> tuple[Tensor, Tensor]:
