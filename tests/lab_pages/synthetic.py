@@ -202,7 +202,7 @@ def _row(
         "twin": float(head ^ 1),
         "twin_similarity": twin,
         "scale": 0.125,
-        "critical": 0.8,
+        "critical": 0.5 + 0.01 * layer + 0.001 * head,
     }
     return row, slope
 

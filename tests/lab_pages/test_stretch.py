@@ -236,16 +236,62 @@ def test_a_gain_that_cutting_the_text_has_too_is_said_to_be_none(tmp_path: Path)
 
 
 def test_a_gain_within_its_interval_is_none(tmp_path: Path) -> None:
-    found = verdict(tmp_path, own=3.05, short=3.0, other=3.0, noise=1.0)
+    found = verdict(tmp_path, own=4.0, short=3.0, other=3.0, noise=1.0)
     assert found["recommended"] is None
     assert found["code"] is None
-    assert found["says"].startswith("Nothing helps")
+    assert found["says"].startswith("Nothing helps: YaRN(4.0, trained=10) did best on the windows that choose")
+    assert found["says"].endswith("than the unmodified model, which is within the interval.")
+
+
+def test_a_gain_of_rounding_is_none(tmp_path: Path) -> None:
+    found = verdict(tmp_path, own=3.0, short=3.0, other=3.0 - 1e-6, noise=0.0)
+    assert found["gain"]["mean"] - found["gain"]["half"] > 0
+    assert found["recommended"] is None
+    assert found["says"].endswith("0.000 nats better than the unmodified model, which is rounding.")
 
 
 def test_where_the_model_itself_is_best_nothing_helps(tmp_path: Path) -> None:
     found = verdict(tmp_path, own=3.0, short=3.0, other=3.5, noise=0.01)
     assert found["recommended"] is None
     assert found["says"].startswith("Nothing helps: of all settings")
+
+
+# ---- the model in the repository -------------------------------------------------------------------------------------
+
+SMALL = Path(__file__).parents[2] / "examples" / "small_causal"
+there = pytest.mark.skipif(not (SMALL / "model.pt").exists(), reason="the source archive leaves the weights out")
+
+
+def small(tmp_path: Path, name: str, to: int, targets: int) -> dict[str, Any]:
+    target, text = f"{SMALL.parent / 'small_causal_model.py'}:{name}", str(SMALL / "held_out.txt")
+    sizes = ["--to", str(to), "--targets", str(targets)]
+    assert main(["stretch", target, "--text", text, *sizes, "-o", str(tmp_path / name), "--json"]) == 0
+    found: dict[str, Any] = json.loads((tmp_path / name / "stretch.json").read_text())
+    return found
+
+
+def losses(found: dict[str, Any], setting: str) -> list[float]:
+    (row,) = [s for s in found["settings"] if s["name"] == setting]
+    return [at["loss"]["mean"] for at in row["at"]]
+
+
+@there
+def test_the_model_of_the_repository_is_small_trained_and_loses_beyond_its_length(tmp_path: Path) -> None:
+    assert (SMALL / "model.pt").stat().st_size < 3e6 and (SMALL / "held_out.txt").stat().st_size < 3e5
+    found = small(tmp_path, "trained", 256, 256)
+    assert (found["kind"], found["trained"], found["lengths"]) == ("causal", 64, [64, 128, 256])
+    own = losses(found, "unmodified")
+    assert own[0] < 2.2  # log 71 = 4.3 is to know the letters and nothing else
+    assert own[2] > own[0] + 0.1  # distances it has never seen
+    assert losses(found, "Clipped(63)")[2] < own[2] - 0.1
+
+
+@there
+def test_where_no_byte_sees_further_back_than_in_training_length_costs_nothing(tmp_path: Path) -> None:
+    found = small(tmp_path, "windowed", 128, 256)
+    own = losses(found, "unmodified")
+    assert own[1] < own[0] + 0.05
+    assert losses(found, "Clipped(63)")[1] == pytest.approx(own[1], abs=1e-5)  # no distance is longer
 
 
 def test_hugging_face_models_are_read_as_they_were_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

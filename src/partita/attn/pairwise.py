@@ -40,11 +40,14 @@ def pair_attention(
     value: Tensor,
     pair: PairHook,
     *,
+    where: int = 0,
     sink: Tensor | None = None,
     return_stats: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Stats]:
     """Attention whose scores are changed pair by pair before the bias is added; takes the options of `attention`.
+
+    where: the place of the first query among the keys (with a cache: how many keys came before); the hook is told it.
 
     >>> flat = lambda i, j: (torch.zeros(()), torch.zeros(()))  # forget the content
     >>> pair_attention(torch.ones(1, 1), torch.tensor([[1.0], [9.0]]), torch.tensor([[2.0], [4.0]]), flat)
@@ -57,7 +60,7 @@ def pair_attention(
     batch, device = problem.batch(value), query.device
 
     def run(rows: slice, cols: slice) -> State:
-        i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        i = torch.arange(where + rows.start, where + rows.stop, device=device)[:, None]
         multiplier, offset = pair(i, torch.arange(cols.start, cols.stop, device=device))
         scores = problem.content(rows, cols)
         scores = problem.plus_bias(multiplier.to(scores) * scores + offset.to(scores), rows, cols)

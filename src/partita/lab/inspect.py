@@ -153,7 +153,7 @@ def _auto(transformers: Any, target: str, head: bool) -> Any:
         return transformers.AutoModelForCausalLM
     raise UsageError(
         f"{target} was saved as {saved or 'no kind of model'}, without the head of a language model, so it predicts no "
-        f"token and no loss can be taken."
+        f"token and no loss can be taken. FILE.py:factory may put one on it: examples/encoder_with_head.py does."
     )
 
 

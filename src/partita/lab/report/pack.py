@@ -26,6 +26,7 @@ METRICS = (
     "sink_top",
     "top_mass",
 )
+ASKED = ("critical",)  # measured only if somebody asks; a page without it does not offer it
 QUANTILES = ("normalized_entropy_p05", "normalized_entropy_p50", "normalized_entropy_p95")
 BUDGET = 1_600_000  # bytes of base64 for all metrics together
 EXACT = 60_000  # values of one metric that may be stored as float32
@@ -44,6 +45,10 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
     columns: dict[str, array[float]] = {}
     for name in (*METRICS, *QUANTILES):
         columns[name] = _gather(record, name, offsets, heads, slot, len(bins))
+    for name in ASKED:
+        found = _gather(record, name, offsets, heads, slot, len(bins))
+        if any(map(math.isfinite, found)):
+            columns[name] = found
     metrics, resolution = _encode(columns, len(bins))
     packed = {
         "sites": [{"name": s.name, "kind": s.kind, "heads": s.heads, "cross": s.cross} for s in record.sites],

@@ -30,6 +30,7 @@ from partita.scale import InverseSqrt, LogLength, Policy, SqrtLogLength
 __all__ = ["Question", "stretch"]
 
 _BEST = 2  # position settings that meet the scales
+_LEAST = 1e-4  # nats: two ways to compute the same reading part by rounding, and need not do so evenly
 
 
 def stretch(
@@ -160,7 +161,7 @@ def _judged(reads: Reader, question: Question, cells: Cells, tried: list[Setting
     own, read = cells.known[OWN.name, long], cells.known[best.name, long]
     gain = _gain(own, read)
     over_short = _gain(cells.known[OWN.name, short], read)
-    helps = best != OWN and gain.low > 0
+    helps = best != OWN and gain.low > 0 and gain.mean > _LEAST
     return {
         "kind": "causal" if reads.causal else "masked",
         "trained": short,
@@ -198,9 +199,13 @@ def _says(question: Question, best: Setting, gain: Interval, over_short: Interva
             f"Nothing helps: of all settings that were tried, none reads better at {long} tokens than the model as it "
             f"is. Against its own reading of {short} tokens, {long} give {_nats(over_short)}."
         )
-    first = f"{best.name} reads {long} tokens {_nats(gain)} than the unmodified model"
     if not helps:
-        return f"Nothing helps: the best of what was tried, {first}, which is within the interval."
+        within = "" if gain.high < 0 else ", which is within the interval" if gain.low <= 0 else ", which is rounding"
+        return (
+            f"Nothing helps: {best.name} did best on the windows that choose, and on those that judge it reads {long} "
+            f"tokens {_nats(gain)} than the unmodified model{within}."
+        )
+    first = f"{best.name} reads {long} tokens {_nats(gain)} than the unmodified model"
     if over_short.low > 0:
         return f"{first}, and {_nats(over_short)} than that model with the last {short} tokens alone: longer text pays."
     what = "worse" if over_short.high < 0 else "no better"
