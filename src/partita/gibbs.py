@@ -17,6 +17,7 @@ from partita.engine.execute import gaps as count_gaps
 from partita.engine.execute import received as column_sums
 from partita.engine.request import extend
 from partita.engine.selection import chosen_scores
+from partita.engine.state import levels
 from partita.engine.sums import Sums
 from partita.errors import DtypeError, ValueRangeError
 from partita.passes import Passes, remember, remembered
@@ -262,9 +263,7 @@ class Gibbs(Passes):
         """The whole matrix p(j|i): dense, n_query * n_key numbers. For small problems and for looking at."""
         request = self.request()
         s = scores(request)
-        state = State.of(s)
-        level = torch.where(state.empty(), torch.zeros_like(state.peak), state.log_partition())
-        p = (s - level[..., None]).exp()
+        p = (s - levels(s)[..., None]).exp()
         return (p.flatten(-4, -3) if request.groups > 1 else p).to(self.query.dtype)
 
 

@@ -30,6 +30,7 @@ def _offering(kernel: str):
 
 
 attention_of = _offering("attention")
+row_statistics_of = _offering("row_statistics")
 weighted_nll_of = _offering("weighted_nll")
 both_ways_of = _offering("both_ways")
 
@@ -60,6 +61,44 @@ def test_attention_gives_the_bits_of_the_pass(attention_of, causal, key_heads, d
     assert torch.equal(out, want)
     assert torch.equal(stats.entropy, state.stats().entropy)
     assert torch.equal(partita.attention(query, key, value, is_causal=causal, enable_gqa=True), want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_heads", [1, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 70), (33, 33), (20, 600), (50, 20)])
+def test_row_statistics_have_the_bits_of_the_pass(row_statistics_of, causal, key_heads, dtype, n_query, n_key) -> None:
+    query = torch.randn(2, n_query, 6, 16, dtype=dtype).transpose(1, 2)
+    key = torch.randn(2, key_heads, n_key, 16, dtype=dtype)
+    found = execute.row_statistics(query, key, 0.25, causal)
+    assert found is not None
+    seen = partita.support.causal() if causal else None
+    want = partita.Gibbs(query, key, scale=0.25, support=seen, grouped=True).stats()
+    for name, a, b in zip(partita.Stats._fields, found, want, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_row_statistics_that_somebody_follows_or_that_are_unusual_go_the_long_way(row_statistics_of) -> None:
+    q, k = (torch.randn(2, 4, 9, 8) for _ in range(2))
+
+    def taken(query=q, key=k, scale=0.5) -> bool:
+        return execute.row_statistics(query, key, scale, False) is not None
+
+    assert taken()
+    assert taken(key=k[:, :2])
+    assert not taken(query=q.clone().requires_grad_())
+    assert not taken(key=k.double())
+    assert not taken(key=k[..., :5])
+    assert not taken(key=k[:, :3])  # four heads are no multiple of three
+    assert not taken(key=k[:1])  # a batch that broadcasts
+    assert not taken(q[:, :, :0])
+    assert not taken(q.mT.contiguous().mT)
+    assert not taken(scale=float("inf"))
+    assert not taken(key=torch.full_like(k, torch.nan))
+    with torch.profiler.profile():
+        assert not taken()
+    with partita.backend("tiled"):
+        assert not taken()
 
 
 def test_attention_that_somebody_follows_or_that_is_unusual_goes_the_long_way(attention_of) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def accumulated(query: Tensor, key: Tensor, value: Tensor) -> object:
     return totals
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor) -> object:
+def plain(query: Tensor, key: Tensor, value: Tensor) -> Any:
     found = plain_attention.attention(query, key, value, 0.5, True, True)
     if found is None:  # what is wrong with them is said by the ordinary way
         with torch.no_grad():
@@ -60,7 +61,15 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> object:
     return found
 
 
-ENTRIES: list[Callable[[Tensor, Tensor, Tensor], object]] = [sums, gradients, weighted, both, accumulated, plain]
+def described(query: Tensor, key: Tensor, value: Tensor) -> object:
+    out, stats = plain(query, key, value)
+    found = plain_attention.row_statistics(query, key, 0.5, True)
+    return out, stats if found is None else found
+
+
+ENTRIES: list[Callable[[Tensor, Tensor, Tensor], object]] = [
+    sums, gradients, weighted, both, accumulated, plain, described,
+]  # fmt: skip
 
 
 def operand(i: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,6 +2,7 @@
 
     execute(request)        the row sums; differentiable
     attention(...)          plain attention that nobody follows, straight to a backend's own kernel
+    row_statistics(...)     its statistics alone, likewise
     weighted_nll(request)   a scalar, its gradients made going forward where a backend can
     both_ways(request)      nll of the diagonal by rows and by columns of one product, where a backend can
     received(request)       what each key gets from all rows: the other margin; differentiable
@@ -50,6 +51,7 @@ __all__ = [
     "execute",
     "forward",
     "received",
+    "row_statistics",
     "sample",
     "scores",
     "gaps",
@@ -265,6 +267,16 @@ def attention(
             if found is not None:
                 return found
     return None
+
+
+def row_statistics(query: Tensor, key: Tensor, scale: float, causal: bool) -> Stats | None:
+    """The rows' statistics of plain attention, heads grouped or not, with the bits of a pass; None for the long way."""
+    if torch.compiler.is_compiling() or type(query) is not Tensor or type(key) is not Tensor:
+        return None
+    if any(_audience((query, key))) or autocasts(query.device.type) or query.dim() < 3:
+        return None
+    kernels = (entry.row_statistics for entry in backends.asked() if entry.row_statistics is not None)
+    return next((found for kernel in kernels if (found := kernel(query, key, scale, causal)) is not None), None)
 
 
 def weighted_nll(request: Request, weight: Tensor) -> Tensor:  # ()

@@ -25,7 +25,7 @@ from partita._look import rows_text
 from partita.errors import ShapeError
 from partita.precision import product
 
-__all__ = ["LOWEST", "State", "Stats", "centre", "divided", "filled", "merge", "raw_gradients"]
+__all__ = ["LOWEST", "State", "Stats", "centre", "divided", "filled", "levels", "merge", "raw_gradients"]
 
 LOWEST = -1e5  # exp of it is 0 in every dtype, its square is finite in float32
 
@@ -273,6 +273,14 @@ def centre(scores: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
     level = torch.where(peak.isneginf(), torch.zeros_like(peak), peak)
     centred = (scores - level[..., None]).clamp(min=LOWEST)
     return centred, centred.exp()
+
+
+def levels(scores: Tensor) -> Tensor:  # (..., Q, K) to (..., Q)
+    """log Z of explicit scores, with the bits of `State.of`, and 0 on an empty row: what makes them probabilities."""
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    peak = scores.detach().amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
+    mass = centre(scores, peak)[1].sum(-1)
+    return torch.where(peak.isneginf(), torch.zeros_like(peak), peak + filled(mass).log())
 
 
 def merge(*states: State) -> State:

@@ -205,16 +205,21 @@ def blocks(parts: Sequence[tuple[int, int, Accumulator]], wrong: list[ranges.Imp
         wrong += faults
     table = torch.stack([column[name] for name in COLUMNS], -1).tolist()
     bands = torch.cat([part.bands for part in sums], 1)  # (column, heads, band)
+    filled = (bands[0] > 0).any(0).nonzero().flatten().tolist()  # few of them: the rest is not looked at
+    bands = bands[..., filled]
     means = torch.cat([bands[:1], bands[1:] / bands[:1].clamp(min=1)])
     sick = {place.index((f.step, f.layer, f.head)) for f in faults}
     means[1:, sorted(sick)] = torch.nan  # bands are parts of the same sums
-    shown = means.permute(1, 2, 0).tolist()  # [head][band][column]
+    shown = means.permute(2, 1, 0).tolist()  # [filled band][head][column]
     out, start = [], 0
     for step, layer, part in parts:
-        heads = range(start, start + part.heads)
-        filled = [i for i in range(BANDS) if any(shown[h][i][0] > 0 for h in heads)]
-        values = array("d", [x for h in heads for x in table[h]])
-        inside = {i: array("d", [x for h in heads for x in shown[h][i]]) for i in filled}
+        heads = slice(start, start + part.heads)
+        values = array("d", [x for row in table[heads] for x in row])
+        inside = {
+            band: array("d", [x for row in rows[heads] for x in row])
+            for band, rows in zip(filled, shown, strict=True)
+            if any(row[0] > 0 for row in rows[heads])
+        }
         out.append(Block(step, layer, part.training, values, inside))
         start += part.heads
     return out

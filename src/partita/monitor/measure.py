@@ -44,7 +44,7 @@ def measure(call: Scores, sums: Accumulator, *, rows: int | None, phase: float, 
         step = max(1, min(n, CHUNK // max(1, dense.shape[0] * dense.shape[1] * dense.shape[3])))
     for start in range(0, n, step):
         part = call if step == n else call.take(None, slice(start, min(start + step, n)))
-        _add(part, sums, part.gibbs().stats())
+        _add(part, sums, part.stats())
 
 
 def _add(part: Scores, sums: Accumulator, stats: Stats) -> None:
@@ -122,24 +122,17 @@ def receive(call: Scores, sums: Accumulator, *, rows: int | None, phase: float) 
 def curve(call: Scores, step: int, layer: int) -> dict[str, Any]:
     """Entropy of sampled rows at several factors of the present scale: mean and 10 to 90 % of the rows, per head."""
     part = sample(call)
-    columns: dict[str, list[list[float]]] = {"mean": [], "p10": [], "p90": []}
-    rows = 0
-    for factor in FACTORS:
-        gibbs = part.gibbs(factor)
-        stats = gibbs.stats()
-        shape = (part.batch, part.heads, part.n_query)
-        good = (stats.visible.expand(shape) >= 2) & torch.isfinite(stats.entropy.expand(shape))
-        if part.keep is not None:
-            good = good & part.keep[:, None, :]
-        values = (
-            torch.where(good, stats.entropy.expand(shape), torch.nan).transpose(0, 1).reshape(part.heads, -1).float()
-        )
-        rows = int(good[:, 0].sum())
-        columns["mean"].append(values.nanmean(-1).tolist())
-        low, high = torch.nanquantile(values, values.new_tensor([0.1, 0.9]), dim=-1)
-        columns["p10"].append(low.tolist())
-        columns["p90"].append(high.tolist())
-    per_head = {name: [list(row) for row in zip(*values, strict=True)] for name, values in columns.items()}
+    every = part.at_factors(FACTORS)  # one pass, and the small operations once
+    stats = every.gibbs().stats()
+    visible, entropy = stats.visible.expand(every.shape), stats.entropy.expand(every.shape)
+    good = (visible >= 2) & torch.isfinite(entropy)
+    if every.keep is not None:
+        good = good & every.keep[:, None, :]
+    apart = torch.where(good, entropy, torch.nan).unflatten(2, (len(FACTORS), -1))  # (batch, heads, factor, row)
+    values = apart.permute(1, 2, 0, 3).flatten(2).float()
+    low, high = torch.nanquantile(values, values.new_tensor([0.1, 0.9]), dim=-1)
+    per_head = {"mean": values.nanmean(-1).tolist(), "p10": low.tolist(), "p90": high.tolist()}
+    rows = int(good[:, 0, -part.n_query :].sum())
     scale = None if call.scores is not None else float(torch.as_tensor(call.scale).double().mean())
     return {"step": step, "layer": layer, "factors": list(FACTORS), "rows": rows, "scale": scale, **per_head}
 

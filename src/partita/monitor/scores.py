@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partita import Gibbs, support
+from partita import Gibbs, Stats, support
 from partita.attn.problem import Problem
+from partita.engine.execute import row_statistics
 from partita.score import InnerProduct
 from partita.support import Support
 
@@ -131,6 +133,32 @@ class Scores:
             self.query, self.key, scale=self.scale * factor, bias=bias, support=seen, softcap=self.softcap,
             grouped=grouped,
         )  # fmt: skip
+
+    def at_factors(self, factors: Sequence[float]) -> Scores:
+        """Rows that were taken, once for each factor of the scale, one after the other (a bias stays)."""
+        assert self.support is None
+        assert not self.causal
+
+        def again(t: Tensor | None) -> Tensor | None:
+            return t if t is None or t.shape[2] == 1 else t.repeat(1, 1, len(factors), 1)
+
+        keep = None if self.keep is None else self.keep.repeat(1, len(factors))
+        if self.scores is not None:
+            s = torch.where(self.scores <= invisible(self.scores.dtype), -torch.inf, raised(self.scores))
+            return replace(self, scores=torch.cat([s * f for f in factors], 2), keep=keep)
+        wide = torch.promote_types(self.first.dtype, torch.float32)
+        given = torch.as_tensor(self.scale, dtype=torch.float64, device=self.first.device).expand(self.shape)
+        scale = torch.cat([given * f for f in factors], 2).to(wide)
+        return replace(self, query=again(self.query), scale=scale, mask=again(self.mask), keep=keep)
+
+    def stats(self) -> Stats:
+        """Statistics of every row."""
+        plain = self.mask is None and self.support is None and not self.softcap and isinstance(self.scale, (int, float))
+        if plain and self.query is not None and self.key is not None:
+            found = row_statistics(self.query, self.key, float(self.scale), self.causal)
+            if found is not None:
+                return found
+        return self.gibbs().stats()
 
     def first_key(self, log_partition: Tensor) -> Tensor:  # (batch, heads, n_query)
         """Mass on key 0: exp(score_i0 - log Z_i), 0 where it is not visible."""

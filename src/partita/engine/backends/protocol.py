@@ -54,6 +54,8 @@ class Backend:
     backward: Callable[[Request, Tensor, Upstream, Needs], Gradients]
     # E[value] and statistics of plain attention that nobody follows: query, key, value, scale, causal, statistics
     attention: Callable[[Tensor, Tensor, Tensor, float, bool, bool], tuple[Tensor, Stats | None] | None] | None = None
+    # the same without a value: statistics of query, key, scale, causal
+    row_statistics: Callable[[Tensor, Tensor, float, bool], Stats | None] | None = None
     # nll of every row, and the gradients of their weighted sum, made going forward
     weighted_nll: Callable[[Request, Tensor, Needs], tuple[Tensor, Gradients] | None] | None = None
     both_ways: BothWays | None = None

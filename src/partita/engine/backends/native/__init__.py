@@ -19,7 +19,7 @@ from partita.engine.backends.native import library, losses, reduce
 from partita.engine.backends.native.divergence import Operands
 from partita.engine.backends.native.divergence import divergence as pair_divergence
 from partita.engine.backends.native.gaps import gaps as near
-from partita.engine.backends.native.plain_attention import attention
+from partita.engine.backends.native.plain_attention import attention, row_statistics
 from partita.engine.backends.native.received import received
 from partita.engine.backends.native.statistics import accumulate
 from partita.engine.backends.native.top import LARGEST
@@ -231,6 +231,7 @@ BACKEND = Backend(
     forward,
     backward,
     attention,
+    row_statistics,
     weighted_nll,
     BothWays(both_ways, both_ways_backward),
     column_sums=column_sums,

@@ -18,7 +18,7 @@ from partita.engine.backends.native import layout, library
 from partita.engine.backends.native.operands import CODES, CPU, NOTHING, extent
 from partita.engine.state import Stats
 
-__all__ = ["attention"]
+__all__ = ["attention", "row_statistics"]
 
 _CACHED = 4096  # batch entries, or rows of a causal geometry, of one that is kept: 160 kB at the most
 _pack = layout.ATTENTION.pack
@@ -31,7 +31,7 @@ class Geometry(NamedTuple):
     sums: bytes
     rows: tuple[int, ...]  # (*b, heads, Q)
     like_query: bool  # the result lies in memory as the query does
-    reach: tuple[int, int, int]  # elements of query, key and value from first to last
+    reach: tuple[int, ...]  # elements of query, key and value, if there is one, from first to last
     alive: tuple[Tensor, ...]  # tables whose addresses are in the structures
 
 
@@ -74,10 +74,32 @@ def attention(
     return out, None if stats is None else Stats._make(stats.unbind())
 
 
+def row_statistics(query: Tensor, key: Tensor, scale: float, causal: bool) -> Stats | None:
+    """The rows' statistics alone, with the bits of the long way; None as for `attention`."""
+    if not (query.is_cpu and key.is_cpu) or library.load() is None or not math.isfinite(scale):
+        return None
+    q, k = query.shape, key.shape
+    known = _kept_geometry if math.prod(q[:-1] if causal else q[:-2]) <= _CACHED else _geometry
+    dtypes = query.dtype, key.dtype, key.dtype
+    geometry = known(q, k, None, query.stride(), key.stride(), (), *dtypes, causal, torch.get_num_threads())
+    if geometry is None:
+        return None
+    for t, reach in zip((query, key), geometry.reach, strict=True):
+        if t.is_neg() or (t.storage_offset() + reach) * t.itemsize > t.untyped_storage().nbytes():
+            return None
+    acc = torch.float64 if query.dtype == torch.float64 else torch.float32
+    stats = torch.empty((6, *geometry.rows), dtype=acc, device=CPU)
+    at = stats.data_ptr()
+    call = _pack(scale, query.data_ptr(), key.data_ptr(), 0, 0, at, at + 5 * stats.stride(0) * acc.itemsize)
+    if not library.run("attention", geometry.problem, geometry.sums, call):
+        return None
+    return Stats._make(stats.unbind())
+
+
 def _geometry(
     q: torch.Size,
     k: torch.Size,
-    v: torch.Size,
+    v: torch.Size | None,  # where no mean is wanted
     query_strides: tuple[int, ...],
     key_strides: tuple[int, ...],
     value_strides: tuple[int, ...],
@@ -88,11 +110,12 @@ def _geometry(
     threads: int,
 ) -> Geometry | None:
     """None where plain attention is not served: other dtypes or devices, batches that broadcast, nothing to see."""
-    dims = len(q)
+    dims, width = len(q), () if v is None else v[-1:]
+    v, value_strides = (k, key_strides) if v is None else (v, value_strides)
     if dtype not in CODES or key_dtype != dtype or value_dtype != dtype or dims < 3 or len(k) != dims or len(v) != dims:
         return None
     *lead, heads, Q, D = q
-    key_heads, K, V = k[-3], k[-2], v[-1]
+    key_heads, K, V = k[-3], k[-2], sum(width)
     fits = list(k[:-3]) == lead and v[:-1] == k[:-1] and k[-1] == D
     if not fits or min(*q, *k, *v) == 0 or heads % key_heads or max(Q, K) >= 2**31:
         return None
@@ -111,7 +134,7 @@ def _geometry(
         offsets(batch, (1,) * (dims - 1), (0,) * (dims - 1)),
     ]
     at_query, at_key, at_value, nowhere = (t.data_ptr() for t in tables)
-    stop = NOTHING
+    stop, value = NOTHING, (0, at_value, value_strides[-2], 1) if width else NOTHING
     if causal:
         with torch.inference_mode(False):
             last = torch.arange(1, Q + 1, dtype=torch.int32, device=CPU)
@@ -119,14 +142,14 @@ def _geometry(
         tables.append(last)
     problem = layout.PROBLEM.pack(
         math.prod(batch), Q, K, D, V, CODES[dtype], 0, threads, 0, 0.0,
-        *(0, at_query, query_strides[-2], 1), *(0, at_key, key_strides[-2], 1), *(0, at_value, value_strides[-2], 1),
+        *(0, at_query, query_strides[-2], 1), *(0, at_key, key_strides[-2], 1), *value,
         *(0, nowhere, 0, 1), *NOTHING, *NOTHING, *NOTHING, *stop, *NOTHING, *NOTHING, *NOTHING,
     )  # fmt: skip
     rows = tuple(q[:-1])
     like_query, strides = _placed(q, query_strides, V)
     at_mean = offsets(rows[:-1], rows[:-1], strides[:-2])
     sums = layout.SUMS.pack(*(0,) * 11, True, True, at_mean.data_ptr(), strides[-2], 0, 0, 0)
-    reach = extent(q, query_strides), extent(k, key_strides), extent(v, value_strides)
+    reach = extent(q, query_strides), extent(k, key_strides), *([extent(v, value_strides)] if width else [])
     return Geometry(problem, sums, rows, like_query, reach, (*tables, at_mean))
 
 
