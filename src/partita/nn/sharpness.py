@@ -102,7 +102,7 @@ def _multiplier(layer: nn.Module, length: int, heads: int, dim: int) -> Tensor: 
 def _require(ok: Tensor, message: str) -> None:
     """In a graph, which has no values while it is made, torch raises the message when it runs."""
     if torch.compiler.is_compiling():
-        torch._assert_async(ok, message)
+        torch.ops.aten._assert_async.msg(ok, message)
     elif not bool(ok):
         raise ValueRangeError(message)
 
