@@ -340,10 +340,13 @@ void check_case(const char* name, Sizes n, int32_t dtype, bool masked, double so
   for (A& x : c.scale) x = static_cast<A>(one_scale);
   const Table<Exact> again(c);
   const Table<A> again_plain(c);
-  PartitaAttention call{one_scale, p.query.data, p.key.data, p.value.data, moment.data(), stats.data(), count.data()};
+  std::vector<A> sink(rows);
+  PartitaAttention call{one_scale,     p.query.data, p.key.data,   p.value.data,
+                        moment.data(), stats.data(), count.data(), sink.data()};
   failures += partita_attention(&geometry, &shape, &call) != 0;
-  Error<A> attended;
-  for (int64_t r = 0; r < rows; ++r)
+  Error<A> attended, scored;
+  for (int64_t r = 0; r < rows; ++r) {
+    scored.add(again.score[r * n.K], sink[r], again_plain.score[r * n.K]);
     for (int64_t v = 0; v < n.V; ++v) {
       Exact sum = 0;
       A rough = 0;
@@ -354,7 +357,9 @@ void check_case(const char* name, Sizes n, int32_t dtype, bool masked, double so
       }
       attended.add(sum / again.mass[r], moment[r * n.V + v], rough / again_plain.mass[r]);
     }
+  }
   attended.hold("plain attention", n.K);
+  scored.hold("score of key 0", n.K);
 }
 
 }  // namespace

@@ -22,7 +22,8 @@ struct ForwardCall {
   ScoreRule<A> sc;
   int64_t Vp, panels;
   bool moments, rank, pack_value, decode;
-  A* packed = nullptr;  // of the wave: for each group its key panels, then its padded values
+  bool first_key = false;  // its score is wanted
+  A* packed = nullptr;     // of the wave: for each group its key panels, then its padded values
   int64_t packed_group = 0;
   A* partial = nullptr;              // peak, mass, first, second, target, least, moment of each unfinished row
   int64_t* partial_count = nullptr;  // count, rank, argmax and argmin
@@ -209,6 +210,8 @@ void run_tile(const ForwardCall<A>& call, const Task& task, RowStates<A>& t, int
                    t.score + run.begin);
   }
   if (!call.sc.plain || !c.whole) bias_and_mask<A, LD>(call.sc, t.row + at, m, key, c, runs, t.score, t.temp, nullptr);
+  if (call.first_key && key == 0 && c.begin == 0)
+    for (int r = 0; r < m; ++r) t.target[at + r] = t.score[r * LD];
   if (call.to.col_peak) add_to_columns<A, LD>(t.score, m, c.begin, c.end, key, columns);
   if (call.to.least) update_extremes<A>(t, at, m, c, key);
   alignas(64) A keep[L];
@@ -333,6 +336,7 @@ ForwardCall<A> make_call(const PartitaProblem& p, const Plan& plan, const Partit
   ForwardCall<A> call{
       p, plan, to, make_score_rule<A>(p), 0, (p.K + P - 1) / P, to.first || to.stats, to.rank != nullptr, false, false};
   const bool same_dtype = p.dtype == (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64);
+  call.first_key = to.target_score && !p.target.data;
   call.Vp = to.moment ? round_up(p.V, W) : 0;
   // Values are read as they lie, unless that needs a conversion or rows so far apart that they share a few cache sets.
   const bool rows_alias = p.value.row > p.V && p.value.row * static_cast<int64_t>(sizeof(A)) % 4096 == 0;

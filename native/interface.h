@@ -31,9 +31,9 @@ struct PartitaProblem {
   PartitaOperand query, key, value, scale, bias, target, start, stop, query_segment, key_segment, mask;
 };
 
-// Row outputs are contiguous (B, Q); null where not wanted. Row r of entry b of moment (V numbers) starts at
-// moment + moment_offset[b] + r * moment_row. Peaks are double, second is about the mean, the rest in the accumulation
-// dtype.
+// Row outputs are contiguous (B, Q); null where not wanted. Where there is no target, target_score is key 0's. Row r of
+// entry b of moment (V numbers) starts at moment + moment_offset[b] + r * moment_row. Peaks are double, second is about
+// the mean, the rest in the accumulation dtype.
 struct PartitaSums {
   void *peak, *mass, *first, *second, *moment, *target_score, *count;
   int64_t* rank;
@@ -88,7 +88,7 @@ struct PartitaGaps {
 struct PartitaAttention {
   double scale;
   void *query, *key, *value;
-  void *mean, *stats, *count;  // stats and count null where not wanted
+  void *mean, *stats, *count, *first;  // null where not wanted; first: the score of key 0
 };
 
 // Rows of explicit logits (float32 or float64), `row` apart: their softmax sums, and the gradient of
@@ -131,10 +131,11 @@ struct PartitaDivergenceRows {
 // Statistics of rows to be added to the sums of their head (float32 in, double out).
 struct PartitaStatistics {
   int64_t batch, heads, rows, dim;
-  int32_t threads, bins, bands, unused;
+  int32_t threads, bins, bands;
+  int32_t sink_is_score;  // rather than the mass
   double scale;
   const float *entropy, *log_z, *variance, *top, *visible;  // (batch, heads, rows) contiguous
-  const float* sink;                                        // the same: mass on key 0; or null, and then from
+  const float* sink;                                        // the same: key 0's mass or score; or null, and then from
   const float *query, *key;                                 // query rows and key 0, a row contiguous
   int64_t query_batch, query_head, query_row, key_batch, key_head;
   const uint8_t* keep;  // (batch, rows), or null

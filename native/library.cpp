@@ -44,7 +44,7 @@ const Choice& choice() {
 using namespace partita;
 
 // Raised with every change of the structures, so that Python never talks to a library of another version.
-PARTITA_API int32_t partita_version() { return 8; }
+PARTITA_API int32_t partita_version() { return 9; }
 
 PARTITA_API const char* partita_isa() { return choice().name; }
 
@@ -89,6 +89,7 @@ PARTITA_API int32_t partita_attention(const PartitaProblem* geometry, const Part
     to.moment = call->mean;
     to.stats = call->stats;
     to.count = call->count;
+    to.target_score = call->first;
     return run_forward(p, to);
   });
 }

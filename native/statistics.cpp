@@ -71,7 +71,10 @@ void add_rows(const PartitaStatistics& t, int64_t b, int64_t head, int64_t i, in
   }
   exponentiate(width);
   exponentiate(largest);
-  if (t.sink) {
+  if (t.sink && t.sink_is_score) {
+    for (int64_t r = 0; r < n; ++r) sink[r] = t.sink[at + r] - log_z[r];
+    exponentiate(sink);
+  } else if (t.sink) {
     std::memcpy(sink, t.sink + at, sizeof(float) * static_cast<size_t>(n));
   } else {
     const float scale = static_cast<float>(t.scale);

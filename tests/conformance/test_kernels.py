@@ -30,7 +30,7 @@ def _offering(kernel: str):
 
 
 attention_of = _offering("attention")
-row_statistics_of = _offering("row_statistics")
+accumulate_attention_of = _offering("accumulate_attention")
 weighted_nll_of = _offering("weighted_nll")
 both_ways_of = _offering("both_ways")
 
@@ -63,30 +63,49 @@ def test_attention_gives_the_bits_of_the_pass(attention_of, causal, key_heads, d
     assert torch.equal(partita.attention(query, key, value, is_causal=causal, enable_gqa=True), want)
 
 
+def _totals(heads: int) -> tuple[torch.Tensor, ...]:
+    shapes = (11, heads), (heads,), (heads,), (heads, 64), (5, heads, 24)
+    return tuple(torch.zeros(shape, dtype=torch.float64) for shape in shapes)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key_heads", [1, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 70), (33, 33), (20, 600), (50, 20)])
-def test_row_statistics_have_the_bits_of_the_pass(row_statistics_of, causal, key_heads, dtype, n_query, n_key) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 1070), (33, 33), (20, 600), (50, 20)])
+@pytest.mark.parametrize("kept", [False, True])
+def test_attention_adds_up_what_the_pass_gives(
+    accumulate_attention_of, causal, key_heads, dtype, n_query, n_key, kept
+) -> None:
     query = torch.randn(2, n_query, 6, 16, dtype=dtype).transpose(1, 2)
     key = torch.randn(2, key_heads, n_key, 16, dtype=dtype)
-    found = execute.row_statistics(query, key, 0.25, causal)
-    assert found is not None
+    keep = torch.rand(2, n_query) < 0.7 if kept else None
+    found, want = _totals(6), _totals(6)
+    assert execute.accumulate_attention(found, query, key, 0.25, causal, keep)
     seen = partita.support.causal() if causal else None
-    want = partita.Gibbs(query, key, scale=0.25, support=seen, grouped=True).stats()
-    for name, a, b in zip(partita.Stats._fields, found, want, strict=True):
-        assert torch.equal(a, b), name
+    gibbs = partita.Gibbs(query, key, scale=0.25, support=seen, grouped=True)
+    s = gibbs.stats()
+    sink = (-gibbs.nll(torch.zeros(2, 6, n_query, dtype=torch.long))).exp()
+    rows = s.entropy, s.log_partition, s.score_variance, s.max_score, s.visible
+    assert execute.accumulate(want, *rows, sink, keep)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # the mass on key 0: another exponential
+    want[0][8], want[4][4] = found[0][8], found[4][4]
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-def test_row_statistics_that_somebody_follows_or_that_are_unusual_go_the_long_way(row_statistics_of) -> None:
+def test_attention_that_is_followed_or_unusual_is_not_added_up(accumulate_attention_of) -> None:
     q, k = (torch.randn(2, 4, 9, 8) for _ in range(2))
 
-    def taken(query=q, key=k, scale=0.5) -> bool:
-        return execute.row_statistics(query, key, scale, False) is not None
+    def taken(query=q, key=k, scale=0.5, keep=None) -> bool:
+        totals = _totals(4)
+        added = execute.accumulate_attention(totals, query, key, scale, False, keep)
+        assert added == any(t.any() for t in totals)  # otherwise nothing was done
+        return added
 
     assert taken()
     assert taken(key=k[:, :2])
     assert not taken(query=q.clone().requires_grad_())
+    assert not taken(q.double(), k.double())
     assert not taken(key=k.double())
     assert not taken(key=k[..., :5])
     assert not taken(key=k[:, :3])  # four heads are no multiple of three
@@ -95,6 +114,7 @@ def test_row_statistics_that_somebody_follows_or_that_are_unusual_go_the_long_wa
     assert not taken(q.mT.contiguous().mT)
     assert not taken(scale=float("inf"))
     assert not taken(key=torch.full_like(k, torch.nan))
+    assert not taken(keep=torch.ones(2, 9))
     with torch.profiler.profile():
         assert not taken()
     with partita.backend("tiled"):

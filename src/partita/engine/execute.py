@@ -2,13 +2,13 @@
 
     execute(request)        the row sums; differentiable
     attention(...)          plain attention that nobody follows, straight to a backend's own kernel
-    row_statistics(...)     its statistics alone, likewise
     weighted_nll(request)   a scalar, its gradients made going forward where a backend can
     both_ways(request)      nll of the diagonal by rows and by columns of one product, where a backend can
     received(request)       what each key gets from all rows: the other margin; differentiable
     divergence(p, q)        of two distributions over the same keys, per row; differentiable
     weighted_divergence     a scalar of those, its gradients made going forward where a backend can
     accumulate(totals)      statistics of rows added up by heads, where a backend can
+    accumulate_attention    those of plain attention that nobody follows, likewise
     forward, backward       one pass and its gradients without autograd, for those who bring their own (the ring)
     top, sample             keys chosen by their scores, tile by tile
     gaps                    keys counted by how near they score to the best
@@ -44,6 +44,7 @@ from partita.precision import autocasts
 
 __all__ = [
     "accumulate",
+    "accumulate_attention",
     "attention",
     "backward",
     "both_ways",
@@ -51,7 +52,6 @@ __all__ = [
     "execute",
     "forward",
     "received",
-    "row_statistics",
     "sample",
     "scores",
     "gaps",
@@ -269,16 +269,6 @@ def attention(
     return None
 
 
-def row_statistics(query: Tensor, key: Tensor, scale: float, causal: bool) -> Stats | None:
-    """The rows' statistics of plain attention, heads grouped or not, with the bits of a pass; None for the long way."""
-    if torch.compiler.is_compiling() or type(query) is not Tensor or type(key) is not Tensor:
-        return None
-    if any(_audience((query, key))) or autocasts(query.device.type) or query.dim() < 3:
-        return None
-    kernels = (entry.row_statistics for entry in backends.asked() if entry.row_statistics is not None)
-    return next((found for kernel in kernels if (found := kernel(query, key, scale, causal)) is not None), None)
-
-
 def weighted_nll(request: Request, weight: Tensor) -> Tensor:  # ()
     """sum_i weight_i nll_i of a request with a target."""
     r = request
@@ -351,6 +341,23 @@ def accumulate(totals: Sequence[Tensor], *rows: Any) -> bool:
     """Add statistics of rows to the totals of their heads; False, and nothing done, where no backend has a kernel."""
     kernels = (entry.accumulate for entry in backends.TABLE.values() if entry.accumulate is not None)
     return any(kernel(totals, *rows) for kernel in kernels)
+
+
+def accumulate_attention(
+    totals: Sequence[Tensor],
+    query: Tensor,  # (batch, heads, Q, D)
+    key: Tensor,  # (batch, heads or a divisor, K, D)
+    scale: float,
+    causal: bool,
+    keep: Tensor | None,  # (batch, Q) bool
+) -> bool:
+    """Add the statistics of plain attention; False, and nothing done, for the long way: a pass, then `accumulate`."""
+    if torch.compiler.is_compiling() or type(query) is not Tensor or type(key) is not Tensor:
+        return False
+    if any(_audience((query, key))) or autocasts(query.device.type):
+        return False
+    kernels = (entry.accumulate_attention for entry in backends.asked() if entry.accumulate_attention is not None)
+    return any(kernel(totals, query, key, scale, causal, keep) for kernel in kernels)
 
 
 # ---- the scores themselves ------------------------------------------------------------------------------------------

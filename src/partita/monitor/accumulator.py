@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from partita.engine import Stats
-from partita.engine.execute import accumulate
+from partita.engine.execute import accumulate, accumulate_attention
 from partita.monitor import ranges
 from partita.monitor.positions import Received
 from partita.monitor.record import BAND_COLUMNS, COLUMNS, Block
@@ -68,9 +68,16 @@ class Accumulator:
     def add(self, stats: Stats, sink: Sink, keep: Tensor | None) -> None:
         """Rows of statistics, each (batch, heads, n); keep: (batch, n), the real ones."""
         rows = (stats.entropy, stats.log_partition, stats.score_variance, stats.max_score, stats.visible)
-        totals = (self.sums, self.peak, self.length, self.histogram, self.bands)
-        if not accumulate(totals, *rows, sink.given(), keep):
+        if not accumulate(self._totals, *rows, sink.given(), keep):
             self._add(stats, sink.mass(), keep)
+
+    def add_attention(self, query: Tensor, key: Tensor, scale: float, causal: bool, keep: Tensor | None) -> bool:
+        """The rows of plain attention, in one go; False where the long way has to be taken."""
+        return accumulate_attention(self._totals, query, key, scale, causal, keep)
+
+    @property
+    def _totals(self) -> tuple[Tensor, ...]:
+        return self.sums, self.peak, self.length, self.histogram, self.bands
 
     def _add(self, stats: Stats, sink: Tensor, keep: Tensor | None) -> None:
         visible, entropy = stats.visible, stats.entropy

@@ -38,13 +38,16 @@ def measure(call: Scores, sums: Accumulator, *, rows: int | None, phase: float, 
     if stats is not None:
         _add(call, sums, stats)
         return
+    plain = call.plain()
+    if plain is not None and sums.add_attention(*plain, call.causal, call.keep):
+        return
     dense = call.mask if call.scores is None else call.scores
     step = n
     if dense is not None and dense.shape[2] > 1 and dense.dtype != torch.bool:  # converted a few rows at a time
         step = max(1, min(n, CHUNK // max(1, dense.shape[0] * dense.shape[1] * dense.shape[3])))
     for start in range(0, n, step):
         part = call if step == n else call.take(None, slice(start, min(start + step, n)))
-        _add(part, sums, part.stats())
+        _add(part, sums, part.gibbs().stats())
 
 
 def _add(part: Scores, sums: Accumulator, stats: Stats) -> None:
@@ -60,10 +63,9 @@ class FirstKey:
     log_partition: Tensor  # (batch, heads, n_query)
 
     def given(self) -> Tensor | tuple[Tensor, Tensor, float]:
-        c = self.call
-        simple = c.mask is None and c.support is None and not c.softcap and isinstance(c.scale, (int, float))
-        if simple and c.query is not None and c.key is not None and c.key.shape[1] == c.heads and c.n_key > 0:
-            return c.query, c.key, float(c.scale)
+        plain = self.call.plain()
+        if plain is not None and plain[1].shape[1] == self.call.heads and self.call.n_key > 0:
+            return plain
         return self.mass()
 
     def mass(self) -> Tensor:
@@ -79,7 +81,9 @@ def sample(call: Scores) -> Scores:
     batch = call.batch if call.batch * call.n_query <= budget else min(call.batch, max(1, budget // 16))
     rows = min(call.n_query, max(4, budget // batch))
     device = call.first.device
-    few = call.take(evenly(call.batch, batch, 0.5, device), evenly(call.n_query, rows, 0.5, device))
+    middle = call.batch // 2  # one entry is a view
+    entries = slice(middle, middle + 1) if batch == 1 else evenly(call.batch, batch, 0.5, device)
+    few = call.take(entries, evenly(call.n_query, rows, 0.5, device))
     if few.query is None or few.key is None:
         return few
     return replace(few, query=raised(few.query), key=raised(few.key))  # weights come in the dtype of the query

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita import Gibbs, Stats, support
+from partita import Gibbs, support
 from partita.attn.problem import Problem
-from partita.engine.execute import row_statistics
 from partita.score import InnerProduct
 from partita.support import Support
 
@@ -63,7 +62,7 @@ class Scores:
     def shape(self) -> tuple[int, int, int]:
         return self.batch, self.heads, self.n_query
 
-    def take(self, batch: Tensor | None, rows: Tensor | slice) -> Scores:
+    def take(self, batch: Tensor | slice | None, rows: Tensor | slice) -> Scores:
         """The same call for some batch entries and some rows; which keys they see is written out."""
         pick = slice(None) if batch is None else batch
 
@@ -151,14 +150,11 @@ class Scores:
         scale = torch.cat([given * f for f in factors], 2).to(wide)
         return replace(self, query=again(self.query), scale=scale, mask=again(self.mask), keep=keep)
 
-    def stats(self) -> Stats:
-        """Statistics of every row."""
-        plain = self.mask is None and self.support is None and not self.softcap and isinstance(self.scale, (int, float))
-        if plain and self.query is not None and self.key is not None:
-            found = row_statistics(self.query, self.key, float(self.scale), self.causal)
-            if found is not None:
-                return found
-        return self.gibbs().stats()
+    def plain(self) -> tuple[Tensor, Tensor, float] | None:
+        """Query, key and scale, where nothing else matters but whether it is causal."""
+        if self.query is None or self.key is None or self.mask is not None or self.support is not None or self.softcap:
+            return None
+        return (self.query, self.key, float(self.scale)) if isinstance(self.scale, (int, float)) else None
 
     def first_key(self, log_partition: Tensor) -> Tensor:  # (batch, heads, n_query)
         """Mass on key 0: exp(score_i0 - log Z_i), 0 where it is not visible."""

@@ -54,8 +54,6 @@ class Backend:
     backward: Callable[[Request, Tensor, Upstream, Needs], Gradients]
     # E[value] and statistics of plain attention that nobody follows: query, key, value, scale, causal, statistics
     attention: Callable[[Tensor, Tensor, Tensor, float, bool, bool], tuple[Tensor, Stats | None] | None] | None = None
-    # the same without a value: statistics of query, key, scale, causal
-    row_statistics: Callable[[Tensor, Tensor, float, bool], Stats | None] | None = None
     # nll of every row, and the gradients of their weighted sum, made going forward
     weighted_nll: Callable[[Request, Tensor, Needs], tuple[Tensor, Gradients] | None] | None = None
     both_ways: BothWays | None = None
@@ -68,6 +66,8 @@ class Backend:
     gaps: Callable[[Request, Tensor], Tensor | None] | None = None
     # statistics of rows added to the totals of their heads, in one walk; False where it does not serve them
     accumulate: Callable[..., bool] | None = None
+    # the same of plain attention, whose rows it describes first: totals, query, key, scale, causal, rows to keep
+    accumulate_attention: Callable[[Sequence[Tensor], Tensor, Tensor, float, bool, Tensor | None], bool] | None = None
     # why `weighted_nll` and `both_ways` cannot serve, where they serve more than a pass does
     why_no_loss: Callable[[Request], str | None] | None = None
     pairs: bool = False  # whether it serves scores that are functions of tiles

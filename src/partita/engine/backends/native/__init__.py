@@ -19,9 +19,9 @@ from partita.engine.backends.native import library, losses, reduce
 from partita.engine.backends.native.divergence import Operands
 from partita.engine.backends.native.divergence import divergence as pair_divergence
 from partita.engine.backends.native.gaps import gaps as near
-from partita.engine.backends.native.plain_attention import attention, row_statistics
+from partita.engine.backends.native.plain_attention import attention
 from partita.engine.backends.native.received import received
-from partita.engine.backends.native.statistics import accumulate
+from partita.engine.backends.native.statistics import accumulate, accumulate_attention
 from partita.engine.backends.native.top import LARGEST
 from partita.engine.backends.native.top import top as best
 from partita.engine.backends.one_term import one_term, too_large
@@ -231,7 +231,6 @@ BACKEND = Backend(
     forward,
     backward,
     attention,
-    row_statistics,
     weighted_nll,
     BothWays(both_ways, both_ways_backward),
     column_sums=column_sums,
@@ -239,4 +238,5 @@ BACKEND = Backend(
     gaps=gaps,
     divergences=Divergences(divergence, divergence_backward, weighted_divergence),
     accumulate=accumulate,
+    accumulate_attention=accumulate_attention,
 )

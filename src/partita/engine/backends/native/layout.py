@@ -101,7 +101,7 @@ SUMS = Layout(
     first          ptr  (B, Q)
     second         ptr  (B, Q), about the mean
     moment         ptr  (B, Q, V), placed by the last two fields
-    target_score   ptr  (B, Q)
+    target_score   ptr  (B, Q); of key 0 where there is no target
     count          ptr  (B, Q): visible keys
     rank           ptr  (B, Q) int64
     col_peak       ptr  (K) double: over the rows that see a key; only where B is 1
@@ -149,6 +149,7 @@ ATTENTION = Layout(
     mean   ptr  (B, Q, V), placed as the sums say
     stats  ptr  (5, B, Q), or null
     count  ptr  (B, Q), or null
+    first  ptr  (B, Q), or null: the score of key 0
     """,
 )
 SOFTMAX_ROWS = Layout(
@@ -195,14 +196,14 @@ STATISTICS = Layout(
     threads      i32  at most so many
     bins         i32  of each head's histogram of H / log(visible)
     bands        i32  of log2(visible)
-    unused       i32  0
+    sink_is_score  i32  rather than its mass
     scale        f64  of <query, key>
     entropy      ptr  (batch, heads, rows) float32, like the next five
     log_z        ptr  log-partition
     variance     ptr  of the score
     top          ptr  the largest score
     visible      ptr  keys seen
-    sink         ptr  mass on key 0, or null
+    sink         ptr  mass or score of key 0, or null
     query        ptr  rows, a row contiguous; used where sink is null
     key          ptr  key 0 of each head, likewise
     query_batch  i64  stride

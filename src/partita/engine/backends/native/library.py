@@ -21,7 +21,7 @@ from partita.engine.backends.native import layout
 
 __all__ = ["Library", "load", "run", "why_not"]
 
-_VERSION = 8
+_VERSION = 9
 _NAME = "libpartita_native.so"
 _FUNCTIONS = {"forward": 2, "backward": 2, "attention": 3, "softmax_rows": 1, "logits": 1, "statistics": 1,
               "received": 2, "divergence_rows": 1, "top": 2, "gaps": 2}  # fmt: skip

@@ -67,15 +67,15 @@ def attention(
     stats = mean.new_empty((6, *geometry.rows)) if statistics else None  # half the price of torch.empty
     to_stats = 0 if stats is None else stats.data_ptr()
     to_count = 0 if stats is None else to_stats + 5 * stats.stride(0) * acc.itemsize
-    call = _pack(scale, query.data_ptr(), key.data_ptr(), value.data_ptr(), mean.data_ptr(), to_stats, to_count)
+    call = _pack(scale, query.data_ptr(), key.data_ptr(), value.data_ptr(), mean.data_ptr(), to_stats, to_count, 0)
     if not library.run("attention", geometry.problem, geometry.sums, call):
         return None
     out = mean if acc == dtype else mean.to(dtype)
     return out, None if stats is None else Stats._make(stats.unbind())
 
 
-def row_statistics(query: Tensor, key: Tensor, scale: float, causal: bool) -> Stats | None:
-    """The rows' statistics alone, with the bits of the long way; None as for `attention`."""
+def row_statistics(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor | None:  # (7, *b, heads, Q)
+    """Each row's statistics alone, in the order of `Stats`, then the score of key 0; None as for `attention`."""
     if not (query.is_cpu and key.is_cpu) or library.load() is None or not math.isfinite(scale):
         return None
     q, k = query.shape, key.shape
@@ -88,12 +88,10 @@ def row_statistics(query: Tensor, key: Tensor, scale: float, causal: bool) -> St
         if t.is_neg() or (t.storage_offset() + reach) * t.itemsize > t.untyped_storage().nbytes():
             return None
     acc = torch.float64 if query.dtype == torch.float64 else torch.float32
-    stats = torch.empty((6, *geometry.rows), dtype=acc, device=CPU)
-    at = stats.data_ptr()
-    call = _pack(scale, query.data_ptr(), key.data_ptr(), 0, 0, at, at + 5 * stats.stride(0) * acc.itemsize)
-    if not library.run("attention", geometry.problem, geometry.sums, call):
-        return None
-    return Stats._make(stats.unbind())
+    stats = torch.empty((7, *geometry.rows), dtype=acc, device=CPU)
+    at, step = stats.data_ptr(), stats.stride(0) * acc.itemsize
+    call = _pack(scale, query.data_ptr(), key.data_ptr(), 0, 0, at, at + 5 * step, at + 6 * step)
+    return stats if library.run("attention", geometry.problem, geometry.sums, call) else None
 
 
 def _geometry(

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from partita.engine.backends.native import layout, library
 from partita.engine.backends.native.operands import address, pointer, sound
+from partita.engine.backends.native.plain_attention import row_statistics
 
-__all__ = ["Totals", "accumulate"]
+__all__ = ["Totals", "accumulate", "accumulate_attention"]
 
 _SUMS, _BAND_SUMS, _MOST_BANDS = 11, 5, 64
 
@@ -42,7 +43,6 @@ def accumulate(
     """Add the rows to the sums of their heads; False, and nothing done, where the library does not serve them."""
     if library.load() is None:
         return False
-    totals = Totals(*totals)
     rows = [entropy, log_partition, score_variance, max_score, visible]
     mass = sink if isinstance(sink, Tensor) else None
     rows += [mass] if mass is not None else []
@@ -50,18 +50,10 @@ def accumulate(
     if len(shape) != 3 or any(t.shape != shape or t.dtype != torch.float32 or not t.is_cpu for t in rows):
         return False
     batch, heads, n = shape
-    bins, bands = totals.histogram.shape[-1], totals.bands.shape[-1]
-    if not (bins and 0 < bands <= _MOST_BANDS):
+    places = _checked(totals, heads)
+    if places is None or not _fits(keep, batch, n):
         return False
-    expected = ((_SUMS, heads), (heads,), (heads,), (heads, bins), (_BAND_SUMS, heads, bands))
-    for name, t, wanted in zip(Totals._fields, totals, expected, strict=True):
-        if tuple(t.shape) != wanted or t.dtype != torch.float64 or not t.is_cpu or not t.is_contiguous():
-            raise ValueError(f"{name} must be contiguous float64 {wanted} on the CPU; got {t.dtype} {tuple(t.shape)}")
-        address(t, name)
-    if keep is not None:
-        if keep.shape != (batch, n) or keep.dtype != torch.bool or not keep.is_cpu:
-            return False
-        keep = sound(keep, "keep").contiguous()
+    keep = None if keep is None else sound(keep, "keep").contiguous()
     lines = [sound(t, "statistics").contiguous() for t in rows]
     query = key = None
     strides: tuple[int, ...] = (0,) * 5
@@ -79,7 +71,51 @@ def accumulate(
         return True
     columns = [*map(pointer, lines), *([0] if mass is None else [])]
     packed = layout.STATISTICS.pack(
-        batch, heads, n, dim, torch.get_num_threads(), bins, bands, 0, scale,
-        *columns, pointer(query), pointer(key), *strides, pointer(keep), *map(pointer, totals),
+        batch, heads, n, dim, torch.get_num_threads(), *places[:2], False, scale,
+        *columns, pointer(query), pointer(key), *strides, pointer(keep), *places[2:],
     )  # fmt: skip
     return library.run("statistics", packed)
+
+
+def accumulate_attention(
+    totals: Sequence[Tensor],  # those of `Totals`
+    query: Tensor,  # (batch, heads, rows, D)
+    key: Tensor,  # (batch, heads or a divisor, K, D)
+    scale: float,
+    causal: bool,
+    keep: Tensor | None,  # (batch, rows) bool
+) -> bool:
+    """Add the rows of plain attention, with what each has on key 0; False, and nothing done, for the long way."""
+    if query.dim() != 4 or query.dtype == torch.float64:
+        return False
+    batch, heads, n, _ = query.shape
+    places = _checked(totals, heads)
+    if places is None or not _fits(keep, batch, n):
+        return False
+    keep = None if keep is None else sound(keep, "keep").contiguous()
+    made = row_statistics(query, key, scale, causal)
+    if made is None:
+        return False
+    log_z, entropy, _, variance, top, visible, first = (made.data_ptr() + i * 4 * made.stride(0) for i in range(7))
+    packed = layout.STATISTICS.pack(
+        batch, heads, n, 0, torch.get_num_threads(), *places[:2], True, 1.0,
+        entropy, log_z, variance, top, visible, first, 0, 0, *(0,) * 5, pointer(keep), *places[2:],
+    )  # fmt: skip
+    return library.run("statistics", packed)
+
+
+def _checked(totals: Sequence[Tensor], heads: int) -> tuple[int, ...] | None:
+    """Bins, bands and where the totals lie; None where they are cut in a way that the library does not serve."""
+    given = Totals(*totals)
+    bins, bands = given.histogram.shape[-1], given.bands.shape[-1]
+    if not (bins and 0 < bands <= _MOST_BANDS):
+        return None
+    expected = ((_SUMS, heads), (heads,), (heads,), (heads, bins), (_BAND_SUMS, heads, bands))
+    for name, t, wanted in zip(Totals._fields, given, expected, strict=True):
+        if tuple(t.shape) != wanted or t.dtype != torch.float64 or not t.is_cpu or not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous float64 {wanted} on the CPU; got {t.dtype} {tuple(t.shape)}")
+    return bins, bands, *(address(t, name) for name, t in zip(Totals._fields, given, strict=True))
+
+
+def _fits(keep: Tensor | None, batch: int, n: int) -> bool:
+    return keep is None or (keep.shape == (batch, n) and keep.dtype == torch.bool and keep.is_cpu)
