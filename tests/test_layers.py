@@ -205,7 +205,7 @@ def test_torch_is_the_only_dependency_below_lab():
 
 
 # torch keeps these private and offers nothing else; a NamedTuple and a version counter are public in all but name.
-FOREIGN = {"_C", "_assert_async", "_version", "_orig_mod", "_current_level", "_forward_hooks", "_forward_pre_hooks"}
+FOREIGN = {"_C", "_version", "_orig_mod", "_current_level", "_forward_hooks", "_forward_pre_hooks"}
 FOREIGN |= {"_fields", "_replace", "_asdict", "_make"}
 FOREIGN |= {"_torchdynamo_orig_backend", "_clone_with_backend"}  # of torch.compile, for graphs that report
 FOREIGN |= {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}  # functions that a graph may call
