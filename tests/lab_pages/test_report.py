@@ -181,7 +181,7 @@ def test_two_runs_compare(tmp_path: Path, visit: Any) -> None:
         return [b for b in r.blocks if b.layer == 1][-1].row(2)["normalized_entropy"]
 
     assert shown == pytest.approx(last(two) - last(one), abs=1e-6)
-    assert page.locator("#compare tr").count() == 9
+    assert page.locator("#compare tr").count() == 1 + len(pack.METRICS) + len(pack.ASKED)  # the head, and a row each
     seen.assert_quiet()
 
 

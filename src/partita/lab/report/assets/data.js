@@ -8,7 +8,7 @@ const METRICS = {
   sink_first: { label: "mass on key 0, mean over rows", short: "key 0", domain: [0, 1], note: "a sink parks attention there" },
   sink_top: { label: "mass on the strongest key", short: "strongest", domain: [0, 1], note: "the one key that gets most over all rows" },
   top_mass: { label: "largest probability, mean over rows", short: "mean largest p", domain: [0, 1], note: "how sure a row is" },
-  critical: { label: "critical scale / present scale, median over rows", short: "critical / scale", note: "above 1 the best key of a typical row is outweighed by those that compete with it" },
+  critical: { label: "critical scale / scale, median row", short: "critical / scale", note: "above 1 the best key of a typical row is outweighed by those that compete with it" },
 };
 function bytes(text) { const raw = atob(text), out = new Uint8Array(raw.length); for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i); return out; }
 async function inflate(text) {
