@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 HERE = Path(__file__).resolve().parent
@@ -230,3 +231,18 @@ def figure_style() -> str:
         select = f"body[data-md-color-scheme={scheme}] .md-content .partita-figure.partita-figure"
         rules.append(f"{select}{{{';'.join(f'--pf-{name}:{value}' for name, value in colours.items())}}}")
     return "\n".join(rules)
+
+
+# The search (lunr) writes the nodes of its tree of words as letters and numbers without a sign between them: an edge "1" to
+# node 23 reads as edges "1" to 2 and "3" to nothing. Words with digits, of which a log is full, then share what they
+# should not, and a search for the first letters of such a word stops with an error.
+NODE = re.compile(r"(TokenSet\.prototype\.toString=function\(\)\{[^}]*?(\w)=\2\+\w\+\w\.id)\}")
+
+
+def on_post_build(config: Any) -> None:
+    """Put a comma after each number."""
+    (worker,) = Path(config["site_dir"], "assets/javascripts/workers").glob("search.*.js")
+    text, found = NODE.subn(r'\1+","}', worker.read_text())
+    if found != 1:
+        raise PluginError(f"{worker.name} writes the nodes of its tree in another way now; look whether that is needed")
+    worker.write_text(text)
