@@ -233,9 +233,9 @@ def figure_style() -> str:
     return "\n".join(rules)
 
 
-# The search (lunr) writes the nodes of its tree of words as letters and numbers without a sign between them: an edge "1" to
-# node 23 reads as edges "1" to 2 and "3" to nothing. Words with digits, of which a log is full, then share what they
-# should not, and a search for the first letters of such a word stops with an error.
+# The search (lunr) writes the nodes of its tree of words as letters and numbers without a sign between them: an edge
+# "1" to node 23 reads as an edge "1" to node 2 and one "3". Words with digits, of which a log is full, then share what
+# they should not, and a search for the first letters of such a word stops with an error.
 NODE = re.compile(r"(TokenSet\.prototype\.toString=function\(\)\{[^}]*?(\w)=\2\+\w\+\w\.id)\}")
 
 
