@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 STUDY = Path(__file__).parents[2] / "examples" / "length_study.py"
 POLICIES = ("1/sqrt(d)", "kappa log n / d", "LogLength", "SqrtLogLength", "Mixed", "CalibratedLog", "ScalableSoftmax",
             "TargetEntropy")  # fmt: skip
 
 
 def test_the_quick_study_reports_every_policy_with_an_interval():
+    pytest.importorskip("partita_studies", reason="the example needs the studies, which are not installed")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, str(STUDY), "--quick"], capture_output=True, text=True, timeout=1200, env=environment
