@@ -160,6 +160,8 @@ def _run(options: argparse.Namespace) -> int:
                 outcome[verdict.answer].append(name)
         except BusyError as error:
             raise UsageError(str(error)) from None
+        except BrokenPipeError:  # the reader has gone, which is no fault of a study
+            raise
         except Exception as error:  # one that raises does not take the others with it
             if isinstance(error, OSError) and options.out in Path(str(error.filename)).parents:
                 raise _unwritable(error) from None

@@ -282,6 +282,21 @@ def test_an_interruption_is_130_and_keeps_finished_work(tmp_path: Path) -> None:
     assert (out / "lab.html").is_file() and (out / "report.html").is_file()
 
 
+@pytest.mark.parametrize("command", [["study", "run", "all", "--dry-run"], ["study", "list"], ["doctor"]], ids=" ".join)
+def test_a_reader_that_leaves_early_is_no_error(command: list[str]) -> None:
+    if command[0] == "study":
+        pytest.importorskip("partita_studies")
+    run = subprocess.Popen(
+        [sys.executable, "-m", "partita", *command], env=ENVIRONMENT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.close()
+    said = run.stderr.read()
+    run.stderr.close()
+    assert (run.wait(120), said) == (0, "")
+
+
 def test_no_stage_of_the_demo_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     from partita_studies import demo
 

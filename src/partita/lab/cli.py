@@ -49,13 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         if given[:1] in (["study"], ["bench"]):  # their options are their own affair, --help included
-            return run_study(given[1:]) if given[0] == "study" else run_bench(given[1:])
-        options = parser.parse_args(given)
-        if options.command is None:
+            code: int = run_study(given[1:]) if given[0] == "study" else run_bench(given[1:])
+        elif (options := parser.parse_args(given)).command is None:
             parser.print_help()
             return FINE
-        code: int = options.run(options)
-        sys.stdout.flush()
+        else:
+            code = options.run(options)
+        sys.stdout.flush()  # here, where a reader that has gone is no error
         return code
     except SystemExit as stop:  # argparse: --help is 0, a mistake is 2
         return stop.code if isinstance(stop.code, int) else USAGE
