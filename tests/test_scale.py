@@ -67,6 +67,41 @@ def test_fold_multiplies_the_query(name):
     assert_exact(p.gibbs(query=folded).entropy().detach(), p.gibbs(scale=policy).entropy().detach())
 
 
+class _Shrinks(scale.LogLength):
+    """Somebody's own: looks at the query."""
+
+    def __call__(self, visible, dim, query=None):
+        return super().__call__(visible, dim, query) / (1 + query.square().mean(-1))
+
+
+@pytest.mark.parametrize("n_key", [1, 17, 300])
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_where_every_row_sees_every_key_a_policy_is_one_number(name, n_key):
+    policy, equation, options = EQUATIONS[name]
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (5, n_key, n_key))
+    scores = equation(torch.tensor(n_key, dtype=torch.float64), 8, **options) * q @ k.mT
+    out, stats = partita.attention(q, k, v, scale=policy, return_stats=True)
+    assert_exact(out, scores.softmax(-1) @ v)
+    assert_exact(stats.log_partition, scores.logsumexp(-1))
+    number = policy.number(n_key, 8)
+    assert number is not None
+    n = torch.tensor(n_key, dtype=torch.float64)
+    assert_exact(torch.tensor(number, dtype=torch.float64), equation(n, 8, **options))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [_Shrinks(64), scale.ScalableSoftmax(3), scale.CriticalScale(64, (0.5, 1.0, 2.0)), scale.TargetEntropy(width=4.0)],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_a_policy_of_more_than_length_is_no_number(policy):
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (5, 17, 17))
+    assert policy.number(17, 8) is None
+    with torch.no_grad():
+        short = partita.attention(q, k, v, scale=policy)
+        assert_exact(short, partita.attention(q, k, v, scale=policy, attn_mask=torch.ones(5, 17, dtype=torch.bool)))
+
+
 def test_logarithmic_policies_equal_the_standard_one_at_their_reference():
     """M-SCL-7."""
     for policy in (scale.LogLength(reference=512), scale.SqrtLogLength(reference=512)):

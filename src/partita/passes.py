@@ -80,25 +80,19 @@ class Passes:
         self.request()
         return self._known.scale
 
-    def _resolve(self) -> float | Tensor:
-        policy = self._given
-        if not isinstance(policy, Policy):
-            return policy
+    def _resolve(self, policy: Policy) -> Tensor:
+        unscaled = self._build(1.0)  # what else is wrong is said before a policy computes
         if isinstance(policy, TargetEntropy):
             if self.softcap is not None:
                 raise ValueRangeError("TargetEntropy takes no softcap: it solves for the scale of plain scores.")
             if self.bias is not None and only_hides(self.bias):
                 self.support, self.bias = as_mask(self.bias, self.support), None
-            entropy = policy.target(self._visible())
+            entropy = policy.target(_visible(self._build(1.0)))
             given: Any = {"support": self.support, "bias": self.bias, "grouped": self.grouped, "score": self.score}
             solved = solve_scale(self.query, self.key, entropy=entropy, **given)
             assert isinstance(solved, Tensor)
             return solved
-        return policy(self._visible(), self.query.shape[-1], self.query)
-
-    def _visible(self) -> Tensor:
-        request = self._build(1.0)
-        return request.ungroup(request.visible())
+        return policy(_visible(unscaled), self.query.shape[-1], self.query)
 
     # ---- the pass --------------------------------------------------------------------------------------------------
 
@@ -139,9 +133,8 @@ class Passes:
         known = self._known.request
         if known is not None and (torch.compiler.is_compiling() or known[0] == self._stamp()):
             return known[1]
-        if isinstance(self._given, Policy):
-            self._build(1.0)  # what else is wrong is said before a policy computes
-        self._known.scale = self._resolve()
+        given = self._given
+        self._known.scale = self._resolve(given) if isinstance(given, Policy) else given
         request = self._build(self._known.scale)
         self._known.request = (() if torch.compiler.is_compiling() else self._stamp(), request)
         return request
@@ -216,6 +209,10 @@ def remembered(passes: Passes, name: str, target: Tensor | None = None) -> Sums 
     if last is None or (target is not None and passes._known.target is not target):
         return None
     return last[1] if last[0] == passes._stamp(target) else None
+
+
+def _visible(request: Request) -> Tensor:  # (*b, heads, Q), as the query has its heads
+    return request.ungroup(request.visible())
 
 
 def _check_sharpens(query: Tensor, bias: Tensor | None, scale: object) -> None:

@@ -82,12 +82,15 @@ def attention(
     check_dropout(dropout_p)
     if (
         attn_mask is None and support is None and bias is None and softcap is None and sink is None
-        and dropout_p == 0.0 and score is None and (scale is None or type(scale) is float) and not return_received
+        and dropout_p == 0.0 and score is None and not return_received
     ):  # fmt: skip
-        plain = in_graph if torch.compiler.is_compiling() else plain_attention
-        found = plain(query, key, value, scale, is_causal, enable_gqa, return_stats)
-        if found is not None:
-            return found if return_stats else found[0]
+        compiling = torch.compiler.is_compiling()
+        sharp: Any = scale.number if isinstance(scale, Policy) and not (is_causal or compiling) else scale
+        if sharp is None or type(sharp) is float or sharp is not scale:
+            plain = in_graph if compiling else plain_attention
+            found = plain(query, key, value, sharp, is_causal, enable_gqa, return_stats)
+            if found is not None:
+                return found if return_stats else found[0]
     options: Options = {
         "attn_mask": attn_mask,
         "is_causal": is_causal,

@@ -20,7 +20,7 @@ profiler, a tensor subclass (they *look* at operators). If nobody does, a backen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -243,7 +243,7 @@ def attention(
     query: Tensor,  # (*b, heads, Q, D)
     key: Tensor,  # (*b, heads or fewer, K, D)
     value: Tensor,  # (*b, as key, K, V)
-    scale: float | None,  # None: 1/sqrt(D)
+    scale: float | Callable[[int, int], float | None] | None,  # None: 1/sqrt(D); or what makes it of K and D
     causal: bool,
     grouped: bool,
     statistics: bool,
@@ -258,9 +258,14 @@ def attention(
     audience = _audience((query, key, value))
     if audience.differentiates or audience.looks or autocasts(query.device.type):
         return None
-    if not grouped and (key.dim() < 3 or query.shape[-3] != key.shape[-3]):
+    if key.dim() < 3 or (not grouped and query.shape[-3] != key.shape[-3]):
         return None
-    sharp = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    if callable(scale):
+        sharp = scale(key.shape[-2], query.shape[-1]) if query.shape[-1] else None
+    else:
+        sharp = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    if sharp is None:
+        return None
     for entry in backends.asked():
         if entry.attention is not None:
             found = entry.attention(query, key, value, sharp, causal, statistics)

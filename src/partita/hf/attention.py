@@ -194,6 +194,10 @@ class _Relative(Policy):
     def __call__(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
         return self.inner(visible, dim, query) * self.factor
 
+    def number(self, n: int, dim: int) -> float | None:
+        found = self.inner.number(n, dim)
+        return None if found is None else found * self.factor
+
 
 def _sharpness(policy: Policy | None, own: float | None, dim: int) -> float | Policy:
     own = dim**-0.5 if own is None else float(own)

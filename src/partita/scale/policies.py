@@ -14,8 +14,8 @@ from partita._look import table_html
 from partita.errors import PartitaError, ShapeError, ValueRangeError
 
 __all__ = [
-    "Constant", "CriticalScale", "InverseSqrt", "KappaLog", "Llama4Temperature", "LogLength", "MaxLength", "Mixed",
-    "Policy", "ScalableSoftmax", "SqrtLogLength", "TargetEntropy", "YarnTemperature", "check_reference",
+    "Constant", "CriticalScale", "Formula", "InverseSqrt", "KappaLog", "Llama4Temperature", "LogLength", "MaxLength",
+    "Mixed", "Policy", "ScalableSoftmax", "SqrtLogLength", "TargetEntropy", "YarnTemperature", "check_reference",
     "from_temperature",
 ]  # fmt: skip
 
@@ -29,6 +29,10 @@ class Policy:
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         raise TypeError("Policy is abstract; use partita.scale.LogLength() and its like.")
 
+    def number(self, n: int, dim: int) -> float | None:
+        """The multiplier of rows that all see n keys, where nothing but n and dim decides it; None where more does."""
+        return None
+
     def fold(self, query: Tensor, visible: Tensor | int) -> Tensor:  # (..., n_query, dim)
         """The query with its row's scale multiplied in, for kernels that know no scale (pass them scale=1)."""
         scale = self(visible, query.shape[-1], query)
@@ -41,6 +45,16 @@ class Policy:
         except (TypeError, RuntimeError, PartitaError):  # one that must see the query
             rows = []
         return table_html(repr(self), rows)
+
+
+class Formula(Policy):
+    """A policy of n, dim and its own numbers: where all rows see as many keys it is one number, as 1/sqrt(dim) is."""
+
+    def number(self, n: int, dim: int) -> float | None:
+        if type(self).__call__ is not Policy.__call__:  # somebody's own, which may look at the query
+            return None
+        found = self(n, dim)
+        return float(found) if found.dim() == 0 and not found.requires_grad else None
 
 
 def _count(visible: Tensor | int, query: Tensor | None = None) -> Tensor:
@@ -62,7 +76,7 @@ def check_reference(reference: float) -> None:
 
 
 @dataclass(frozen=True)
-class InverseSqrt(Policy):
+class InverseSqrt(Formula):
     """scale = factor / sqrt(dim): attention's habit for factor = 1; knows nothing of length (M-SCL-1)."""
 
     factor: float = 1.0
@@ -78,7 +92,7 @@ class InverseSqrt(Policy):
 
 
 @dataclass(frozen=True)
-class Constant(Policy):
+class Constant(Formula):
     """scale = value, whatever the length."""
 
     value: float
@@ -88,7 +102,7 @@ class Constant(Policy):
 
 
 @dataclass(frozen=True)
-class KappaLog(Policy):
+class KappaLog(Formula):
     """scale = kappa * log(n) / dim, as the notes print it (M-SCL-2); with kappa = 1 it hardly acts.
 
     >>> KappaLog()(1, 64)  # one key: no choice to sharpen
@@ -102,7 +116,7 @@ class KappaLog(Policy):
 
 
 @dataclass(frozen=True)
-class LogLength(Policy):
+class LogLength(Formula):
     """scale = log(max(n, floor)) / log(reference) / sqrt(dim): 1/sqrt(dim) at the reference length (M-SCL-7).
 
     The floor keeps rows with one or two keys from being flattened; floor = reference is Qwen's log n attention, which
@@ -123,7 +137,7 @@ class LogLength(Policy):
 
 
 @dataclass(frozen=True)
-class SqrtLogLength(Policy):
+class SqrtLogLength(Formula):
     """scale = sqrt(log(max(n, floor)) / log(reference)) / sqrt(dim): the law of Gaussian scores (M-SCL-14)."""
 
     reference: float = 512
@@ -137,7 +151,7 @@ class SqrtLogLength(Policy):
 
 
 @dataclass(frozen=True)
-class Llama4Temperature(Policy):
+class Llama4Temperature(Formula):
     """scale = (1 + attn_scale * log(1 + floor(n / floor_scale))) / sqrt(dim): the temperature of Llama 4's layers.
 
     Arguments as in that model's config; n is position + 1 where all of the past is visible.
@@ -158,7 +172,7 @@ class Llama4Temperature(Policy):
 
 
 @dataclass(frozen=True)
-class YarnTemperature(Policy):
+class YarnTemperature(Formula):
     """scale = (0.1 log(factor) + 1)^2 / sqrt(dim): YaRN's temperature alone, whatever the positions do.
 
     `attn.YaRN` has it already, in its queries and keys, unless told otherwise.
@@ -177,7 +191,7 @@ class YarnTemperature(Policy):
 
 
 @dataclass(frozen=True)
-class CriticalScale(Policy):
+class CriticalScale(Formula):
     """scale = (log(max(n, floor)) / log(reference))^exponent / sqrt(dim): growing as the rows' critical scale does.
 
     exponent: 1/2 for Gaussian scores (`SqrtLogLength`), 1 where one key has a margin (`LogLength`), or one per head, as
@@ -225,7 +239,7 @@ class CriticalScale(Policy):
 
 
 @dataclass(frozen=True)
-class Mixed(Policy):
+class Mixed(Formula):
     """scale = alpha / sqrt(dim) + beta * log(n) / dim (M-SCL-3); always sharper than 1/sqrt(dim) for alpha = 1."""
 
     alpha: float = 1.0
@@ -236,7 +250,7 @@ class Mixed(Policy):
 
 
 @dataclass(frozen=True)
-class MaxLength(Policy):
+class MaxLength(Formula):
     """scale = kappa * log(n_max) / dim: the frozen length of the notes, a constant (M-SCL-4)."""
 
     n_max: float

@@ -15,7 +15,7 @@ from torch import Tensor, library
 from partita._checks import check_pair, check_positive, has_values
 from partita.engine.terms import Term, pack, unpack, window_mask
 from partita.errors import ShapeError
-from partita.scale.policies import Policy, check_reference
+from partita.scale.policies import Formula, check_reference
 from partita.support import Support
 from partita.support.base import check_support
 
@@ -23,7 +23,7 @@ __all__ = ["CalibratedLog", "GaussianEntropy", "measure_sigma"]
 
 
 @dataclass(frozen=True)
-class CalibratedLog(Policy):
+class CalibratedLog(Formula):
     """scale = kappa * log(n) / dim with kappa = dim / (sigma * sqrt(log reference)) (M-SCL-16).
 
     For Gaussian scores the entropy is then stationary around n = reference, where it is log(reference) / 2. Under an
@@ -51,7 +51,7 @@ class CalibratedLog(Policy):
 
 
 @dataclass(frozen=True)
-class GaussianEntropy(Policy):
+class GaussianEntropy(Formula):
     """scale = sqrt(2 * max(0, log n - entropy)) / sigma: H = log n - (scale * sigma)^2 / 2 held constant (M-SCL-14).
 
     >>> GaussianEntropy(3.0, sigma=8.0)(2, 64)  # two keys cannot have more than log 2: no sharpness at all
