@@ -26,7 +26,6 @@ ELSEWHERE = {  # studies whose outcome is told on a page, where this one has no 
     "errata": "errata.md",
     "finding_quality": "findings.md#how-often-they-are-right",
     "length_generalisation": "log.md#2026-11-16",
-    "reading_longer": "reading-longer.md",
 }
 HEAD = """# What came out of every study
 
