@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -21,6 +22,10 @@ hypothesis.settings.register_profile("few", max_examples=5, **_COMMON)  # where 
 hypothesis.settings.register_profile("fast", max_examples=25, **_COMMON)
 hypothesis.settings.register_profile("thorough", max_examples=400, **_COMMON)
 PROFILE = os.environ.get("PARTITA_HYPOTHESIS", "fast")
+# inductor does not ask whether a graph in its cache was made for other kernels than torch may use in this run
+if CAPABILITY := os.environ.get("ATEN_CPU_CAPABILITY"):
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getattr(os, 'getuid', int)()}_{CAPABILITY}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 hypothesis.settings.load_profile(PROFILE)
 
 
