@@ -59,14 +59,17 @@ def _reading(rows: list[Row]) -> Iterator[str]:
     targets = max(row["targets"] for row in fixed)
     yield f"The same {targets:,} hidden words at every length, read with 1/sqrt(d). Nats, and accuracy in percent:"
     nll, right = (mean_by(usual, column, "positions", "n") for column in ("nll", "accuracy"))
-    body = [[p, *(f"{nll[p, n]}, {right[p, n].mean:.1f} %" if (p, n) in nll else "" for n in lengths)] for p in shown]
+    body = [
+        [p, *(f"{_nats(nll[p, n])}<br>{right[p, n].mean:.1f} %" if (p, n) in nll else "" for n in lengths)]
+        for p in shown
+    ]
     yield _table(["positions", *map(str, lengths)], body)
     last = lengths[-1]
     if all(only(usual, positions=p, n=last) for p in ("rotary", "clipped", "window")):
         yield "Where the loss goes: positions are rotary minus clipped, dilution is clipped minus window (the ceiling)."
         kinds = {"positions": ("rotary", "clipped"), "dilution": ("clipped", "window"), "both": ("rotary", "window")}
         body = [
-            [kind, *(str(paired(only(usual, n=n), "nll", "positions", a, b)) for n in lengths)]
+            [kind, *(_nats(paired(only(usual, n=n), "nll", "positions", a, b)) for n in lengths)]
             for kind, (a, b) in kinds.items()
         ]
         yield _table(["nats lost to", *map(str, lengths)], body)
@@ -97,7 +100,7 @@ def _recall(rows: list[Row]) -> Iterator[str]:
         ways = list(dict.fromkeys(row["scale"] for row in own))
         yield f"Noise {noise:g}: nats, and accuracy in percent, by the number of pairs."
         body = [
-            [w, *(f"{nll[w, n]}, {right[w, n].mean:.1f} %" if (w, n) in nll else "" for n in lengths)] for w in ways
+            [w, *(f"{nll[w, n]}<br>{right[w, n].mean:.1f} %" if (w, n) in nll else "" for n in lengths)] for w in ways
         ]
         yield _table(["scale", *map(str, lengths)], body)
         lead = [str(paired(only(own, n=n), "nll", "scale", USUAL, recall_longer.LOG)) for n in lengths]
@@ -111,8 +114,12 @@ def _invariance(rows: list[Row]) -> Iterator[str]:
     yield "Nats of the next word, one model for each kind and seed:"
     yield _table(
         ["trained with", *map(str, lengths)],
-        [[k, *(str(mean[k, n]) if (k, n) in mean else "" for n in lengths)] for k in kinds],
+        [[k, *(_nats(mean[k, n]) if (k, n) in mean else "" for n in lengths)] for k in kinds],
     )
+
+
+def _nats(found: Interval) -> str:
+    return f"{found.mean:.3f} ± {found.half:.3f}"
 
 
 def _gain(by_seed: dict[int, float]) -> str:
@@ -126,7 +133,8 @@ def _gain(by_seed: dict[int, float]) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [list(head), ["---", *("---:" for _ in head[1:])], *map(list, rows)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines).replace(" +- ", " ± ")
+    return text.replace(" ± ", "<br>±\u00a0").replace(" %", "\u00a0%")  # columns are narrow: no number is broken
 
 
 if __name__ == "__main__":

@@ -130,7 +130,8 @@ def test_the_page_holds_what_the_rows_say_and_what_is_missing(tmp_path: Path) ->
             store.add(cell, [{**r, "arm": cell.settings["arm"]} for r in rows] if two else [], elapsed_s=0.1)
     text = site.page(tmp_path, "tiny")
     found = mean_by(store.rows(cells), "nll", "positions", "scale", "n")["rotary", longer.USUAL, 1024]
-    assert f"| {found}, 25.0 % |".replace("+-", "±") in text
-    assert "| clipped | +0.000 ± 0.000 | **+0.070 ± 0.000** |" in text  # what LogLength gains
+    text = text.replace("\u00a0", " ")
+    assert f"| {found.mean:.3f}<br>± {found.half:.3f}<br>25.0 % |" in text
+    assert "| clipped | +0.000<br>± 0.000 | **+0.070<br>± 0.000** |" in text  # what LogLength gains
     assert f"1 of {len(cells)} cells were not run" in text and "holds" not in text
     assert "Not run at this size yet: `partita study run recall_longer --size tiny`" in text
