@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 
 # Before torch: virtual machines have been seen to advertise AMX and die of it in bfloat16; float32 does not use it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
@@ -14,14 +16,15 @@ import torch
 import partita
 
 from .harness import Options, environment, head, show, write_json
+from .revision import installed
 
 QUESTIONS = (
     "attention", "cross_entropy", "contrastive", "margins", "decode", "memory", "accuracy", "watch", "trainer",
-    "distributed", "compile",
+    "distributed", "compile", "call",
 )  # fmt: skip
 
 
-def parse() -> tuple[tuple[str, ...], Options]:
+def parse() -> tuple[tuple[str, ...], Options, str]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("question", choices=(*QUESTIONS, "all"))
     parser.add_argument("--quick", action="store_true", help="tiny sizes, no bars: only to see that everything runs")
@@ -32,6 +35,7 @@ def parse() -> tuple[tuple[str, ...], Options]:
         "--only", default="", metavar="TEXT", help="only cases whose name contains TEXT, or A|B one of them"
     )
     parser.add_argument("--backend", default="auto", help="partita backend: auto, dense, tiled, native")
+    parser.add_argument("--since", default="", metavar="REV", help="beside an earlier revision, as git names it")
     parser.add_argument("--json", default="", metavar="FILE", help="append JSON lines to FILE")
     given = parser.parse_args()
     questions = QUESTIONS if given.question == "all" else (given.question,)
@@ -39,11 +43,12 @@ def parse() -> tuple[tuple[str, ...], Options]:
     seconds = given.seconds if given.seconds is not None else (0.0 if given.quick else 6.0)
     if repeat < 1 or given.threads < 1:
         parser.error("--repeat and --threads must be at least 1")
-    return questions, Options(given.quick, repeat, seconds, given.threads, given.only, given.backend, given.json)
+    options = Options(given.quick, repeat, seconds, given.threads, given.only, given.backend, given.json)
+    return questions, options, given.since
 
 
 def main() -> None:
-    questions, options = parse()
+    questions, options, since = parse()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     env = environment(options)
@@ -52,7 +57,8 @@ def main() -> None:
     print("pairs: the median over rounds of ours / peer, which a lucky moment does not move")
     print("load: one-minute average, this benchmark included; others: processors busy for somebody else")
     print("roofline: useful operations per second over those of a large float32 torch.mm, the practical peak, same run")
-    with partita.backend(options.backend):
+    with partita.backend(options.backend), installed(since) if since else nullcontext() as before:
+        options = replace(options, before=before)
         for question in questions:
             print(f"\n{question}")
             head()

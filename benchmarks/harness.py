@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -23,6 +24,7 @@ import partita
 
 Call = Callable[[], object]
 CLOSE = 3.0
+BEFORE_BAR = 1.02
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Options:
     only: str = ""
     backend: str = "auto"
     json: str = ""
+    before: ModuleType | None = None  # an earlier revision of partita, as a peer of every case
 
     def wants(self, case: str) -> bool:
         return any(text in case for text in self.only.split("|"))
@@ -164,6 +167,9 @@ def compare(
     note: str = "",
 ) -> list[Row]:
     """One row for each peer, and a roofline row where the number of operations is known."""
+    if options.before is not None:
+        peers = {"partita before": bound(ours, options.before), **peers}
+        bars = {"partita before": BEFORE_BAR, **(bars or {})}
     timings, others = interleave({"partita": ours, **peers}, repeat=options.repeat, seconds=options.seconds)
     mine = timings["partita"]
     common = {"load": round(os.getloadavg()[0], 2), "others": round(others, 2)}
@@ -198,6 +204,21 @@ def compare(
             )
         )
     return rows
+
+
+def bound(call: Call, package: ModuleType) -> Call:
+    """The same call with `package` in the place of partita, which is a global of the file that made the call."""
+    names: dict[str, object] = call.__globals__  # type: ignore[attr-defined]
+
+    def other() -> object:
+        ours = names["partita"]
+        names["partita"] = package
+        try:
+            return call()
+        finally:
+            names["partita"] = ours
+
+    return other
 
 
 def environment(options: Options) -> dict[str, object]:

@@ -7,6 +7,7 @@ of neighbours stands beside it, because a sum suffers from one slow step.
 
 from __future__ import annotations
 
+import inspect
 import os
 import statistics
 import time
@@ -17,7 +18,7 @@ import torch
 
 import partita
 
-from .harness import Options, Row, _Neighbours
+from .harness import BEFORE_BAR, Options, Row, _Neighbours
 
 BAR = 1.05
 TOGETHER = 2
@@ -38,12 +39,12 @@ def cases(options: Options) -> Iterator[list[Row]]:
             case = f"watched step{how}, {name}, {layers} layers, {width} wide, 4x{length}"
             compiled = ("aot_eager" if options.quick else "inductor") if "compiled" in how else None
             if options.wants(case) and (made := make(layers, width, length, compiled)) is not None:
-                yield [_case(case, *made, options, given)]
+                yield _case(case, *made, options, given)
 
 
 def _case(
     case: str, model: torch.nn.Module, loss: Callable[[], torch.Tensor], options: Options, given: dict[str, Any]
-) -> Row:
+) -> list[Row]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 
     def steps() -> float:
@@ -54,39 +55,50 @@ def _case(
             optimizer.step()
         return (time.perf_counter() - start) / TOGETHER
 
-    handle = partita.watch(model, **given)
-    handle.detach()
+    def watched(package: Any) -> Callable[[], float]:
+        """By this package; an earlier one leaves out what it does not know: its only kernel was partita's own."""
+        known = inspect.signature(package.watch).parameters
+        handle = package.watch(model, **{name: x for name, x in given.items() if name in known})
+        handle.detach()
 
-    def watched() -> float:
-        start = time.perf_counter()
-        with handle:
-            steps()
-        return (time.perf_counter() - start) / TOGETHER
+        def run() -> float:
+            start = time.perf_counter()
+            with handle:
+                steps()
+            return (time.perf_counter() - start) / TOGETHER
 
-    for _ in range(2):
-        steps()
-        watched()
-    plain, seen = [], []
+        return run
+
+    ways = {"the same step unwatched": steps, "partita": watched(partita)}
+    if options.before is not None:
+        ways["partita before"] = watched(options.before)
+    for run in ways.values():
+        run()
+        run()
+    names, times = list(ways), {name: list[float]() for name in ways}
     clock = _Neighbours()
     for turn in range(options.repeat * (1 if options.quick else 5)):
-        if turn % 2:
-            plain.append(steps())
-        seen.append(watched())
-        if not turn % 2:
-            plain.append(steps())
-    pairs = statistics.median(b / a for a, b in zip(plain, seen, strict=True))
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            times[name].append(ways[name]())
+    ours, others = times.pop("partita"), round(clock.others(), 2)
+    return [_row(case, peer, ours, theirs, options, others) for peer, theirs in times.items()]
+
+
+def _row(case: str, peer: str, ours: list[float], theirs: list[float], options: Options, others: float) -> Row:
+    pairs = statistics.median(b / a for a, b in zip(theirs, ours, strict=True))
     return Row(
         "watch",
         case,
-        "the same step unwatched",
-        statistics.mean(seen),
-        statistics.mean(plain),
+        peer,
+        statistics.mean(ours),
+        statistics.mean(theirs),
         "s",
-        bar=None if options.quick else BAR,
+        bar=None if options.quick else BEFORE_BAR if peer == "partita before" else BAR,
         load=round(os.getloadavg()[0], 2),
-        others=round(clock.others(), 2),
-        note=f"median of pairs {pairs:.3f}, best of each {min(seen) / min(plain):.3f}",
-        extra={"median_of_pairs": pairs, "steps": float(TOGETHER * len(seen))},
+        others=others,
+        note=f"median of pairs {pairs:.3f}, best of each {min(ours) / min(theirs):.3f}",
+        extra={"median_of_pairs": pairs, "steps": float(TOGETHER * len(ours))},
     )
 
 

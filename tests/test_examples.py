@@ -11,11 +11,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+import partita
 from benchmarks.__main__ import QUESTIONS, parse
+from benchmarks.harness import bound
 from benchmarks.memory import fitted_exponent
 from benchmarks.peak import peak_of
 
@@ -150,6 +153,14 @@ def test_an_unknown_benchmark_lists_the_known_ones(
     with pytest.raises(SystemExit):
         parse()
     assert "cross_entropy" in capsys.readouterr().err
+
+
+def test_an_earlier_revision_answers_the_same_call_and_leaves_no_trace() -> None:
+    earlier = ModuleType("partita_before")
+    assert bound(lambda: partita.__name__, earlier)() == "partita_before"
+    with pytest.raises(AttributeError):
+        bound(lambda: partita.attention, earlier)()
+    assert partita.__name__ == "partita"
 
 
 def test_a_fitted_exponent_is_the_power_of_a_power_law() -> None:
