@@ -103,8 +103,12 @@ def attention(
     }
     if dropout_p == 0.0 and not isinstance(bias, Bias):
         p = distribution(query, key, **options)
-        mean, state = p.mean(value, statistics=return_stats or return_received)
-        out = finish(state, value, sink, return_stats, mean)
+        sums = p.reduce(value, statistics=return_stats or return_received, mean=True)
+        assert sums.mean is not None
+        if not return_stats and sink is None:
+            out: Tensor | tuple[Tensor, Stats] = sums.mean.to(output_dtype(value))
+        else:
+            out = finish(sums.state, value, sink, return_stats, sums.mean)
         return _with(out, received_by_keys(p, sink)) if return_received else out
     problem = Problem.of(query, key, **options)
     if dropout_p > 0.0:

@@ -10,9 +10,10 @@ derivative, by the same formulas. Checks of values, which a tracer cannot make, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, library
@@ -27,8 +28,10 @@ from partita.precision import no_autocast
 
 __all__ = [
     "OPERANDS_SCHEMA", "PLAN_SCHEMA", "Gradients", "Pass", "Plan", "assemble", "backward", "flat", "forward",
-    "gradients", "raw_upstream", "read", "reduce",
+    "gradients", "keep", "known_signature", "raw_upstream", "read", "reduce", "results",
 ]  # fmt: skip
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the operands in `Gradients`
 _ABSENT = 0  # the size of an output that was not asked for: an operator has no optional results
@@ -95,21 +98,27 @@ class Plan:
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def flat(sums: Sums) -> tuple[Tensor, ...]:
-    """The fields of the sums, for an operator: an absent one is empty."""
-    none = sums.mass.new_empty(_ABSENT)
+def results(sums: Sums) -> tuple[Tensor | None, ...]:
+    """The fields of the sums, for a function with a derivative."""
     # in float64: a backend that works in other units must find the very peak again that its sums are relative to
-    peak = sums.peak.double()
-    out = (none.clone() if x is None else x.contiguous() for x in sums[1:9])
-    rank = none.clone().long() if sums.rank is None else sums.rank
-    least = none.clone() if sums.least is None else sums.least
-    places = none.clone().long() if sums.places is None else sums.places
-    return peak, *out, rank, least, places
+    return sums.peak.double(), *sums[1:12]
 
 
-def assemble(out: Sequence[Tensor], request: Request, node: Any = None) -> Sums:
+def flat(sums: Sums) -> tuple[Tensor, ...]:
+    """The same for an operator: an absent one is empty, and each lies in memory as its shape says."""
+    whole = ("rank", "places")
+    return tuple(
+        sums.mass.new_empty(_ABSENT, dtype=torch.int64 if name in whole else None) if x is None else x.contiguous()
+        for name, x in zip(Sums._fields, results(sums), strict=False)
+    )
+
+
+def assemble(out: Sequence[Tensor | None], request: Request, node: Any = None) -> Sums:
     """The same record again."""
     peak, mass, count, first, spread, statistics, moment, mean, score, rank, least, places = out
+    assert peak is not None
+    assert mass is not None
+    assert count is not None
     there = request.statistics
     valued, aimed = request.value is not None, request.target is not None
     return Sums(
@@ -222,17 +231,25 @@ def _wanted(
 # ---- derivatives ----------------------------------------------------------------------------------------------------
 
 
+def known_signature(forward: F) -> F:
+    """For a Function with `setup_context`: torch reads the signature at every call, longer than a short pass takes.
+
+    Written down once, it is found and not made.
+    """
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return forward
+
+
 class Pass(torch.autograd.Function):
-    """All results of a pass; `known` holds them already where nobody looks at operators."""
+    """All results of a pass; without its request as an operator, which whoever looks can see."""
 
     @staticmethod
-    def forward(plan: Plan, request: Request | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        if request is not None:
-            return flat(forward(request, plan.backend))
-        return reduce(plan, tensors)
+    @known_signature
+    def forward(plan: Plan, request: Request | None, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return reduce(plan, tensors) if request is None else results(forward(request, plan.backend))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         plan, request, *tensors = inputs
         _remember(ctx, plan, tensors, output)
         ctx.seen = request is None  # operators are looked at
@@ -253,17 +270,21 @@ class Pass(torch.autograd.Function):
         return tuple(out), tuple(None if t.dim() == 1 and t.shape[0] == 0 else 0 for t in out)
 
 
-def _remember(ctx: Any, plan: Plan, tensors: Sequence[Tensor | None], output: tuple[Tensor, ...]) -> None:
-    """What the gradients of a pass are made from."""
-    peak, mass, count, first, spread, _, _, mean, _, *whole = output
+def _remember(ctx: Any, plan: Plan, tensors: Sequence[Tensor | None], output: tuple[Tensor | None, ...]) -> None:
     ctx.plan = plan
-    ctx.mark_non_differentiable(peak, count, *whole)
+    keep(ctx, tensors, output)
+
+
+def keep(ctx: Any, tensors: Sequence[Tensor | None], output: tuple[Tensor | None, ...]) -> None:
+    """What the gradients of a pass are made from: its operands, then peak, mass, first, spread and mean value."""
+    peak, mass, count, first, spread, _, _, mean, _, *whole = output
+    ctx.mark_non_differentiable(*(x for x in (peak, count, *whole) if x is not None))
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
 
 
 def raw_upstream(
-    level: int, mean: bool, sums: Sequence[Tensor], grads: Sequence[Tensor | None]
+    level: int, mean: bool, sums: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...] | None:
     """Gradients of mass, first, second, moment and the target's score from those of a pass's results; None if none.
 
@@ -345,6 +366,7 @@ class Gradients(torch.autograd.Function):
     """Gradients of the operands that need one; itself differentiable once."""
 
     @staticmethod
+    @known_signature
     def forward(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         return gradients(plan, needs, seen, *tensors)
 

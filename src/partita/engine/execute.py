@@ -121,9 +121,9 @@ def _scored(request: Request) -> Sums:
     if not _audience(operands).differentiates:
         return _ungrouped(forward(replace(r, last=True)), r)
 
-    def again(*given: Tensor | None) -> tuple[Tensor, ...]:
+    def again(*given: Tensor | None) -> tuple[Tensor | None, ...]:
         asked = replace(with_operands(r, given), groups=1)
-        return autograd.flat(execute(written_out(asked)))
+        return autograd.results(execute(written_out(asked)))
 
     out = ScoredPass.apply(r, again, *operands)  # type: ignore[no-untyped-call]
     return _ungrouped(autograd.assemble(out, r, out[1].grad_fn), r)

@@ -11,7 +11,7 @@ from torch import Tensor, library
 
 from partita._checks import broadcast
 from partita.engine import backends
-from partita.engine.autograd import Plan
+from partita.engine.autograd import Plan, known_signature
 from partita.engine.backends.protocol import Divergences
 from partita.engine.backends.tiled import pair as tiles
 from partita.engine.divergences import Record
@@ -131,6 +131,7 @@ class Divergence(torch.autograd.Function):
     """The divergence of every row; has a first derivative."""
 
     @staticmethod
+    @known_signature
     def forward(
         ask: Question, requests: tuple[Request, Request] | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, library
 
 from partita.engine import backends
-from partita.engine.autograd import Gradients, Pass, Plan, assemble, gradients, reduce
+from partita.engine.autograd import Gradients, Pass, Plan, assemble, gradients, known_signature, reduce
 from partita.engine.backends.tiled.columns import column_sums
 from partita.engine.request import Request
 from partita.engine.state import divided, raw_gradients
@@ -61,6 +61,7 @@ class Received(torch.autograd.Function):
     """What each key receives; peak and mass are those of the rows, as a pass gave them."""
 
     @staticmethod
+    @known_signature
     def forward(
         plan: Plan,
         request: Request | None,  # None: operators are looked at

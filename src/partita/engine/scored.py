@@ -64,13 +64,12 @@ class ScoredPass(torch.autograd.Function):
     """All results of a pass."""
 
     @staticmethod
-    def forward(ctx: Any, request: Request, again: Callable[..., Any], *operands: Tensor | None) -> tuple[Tensor, ...]:
-        out = autograd.flat(autograd.forward(request))
-        peak, mass, count, first, spread, _, _, mean, _, *whole = out
+    def forward(
+        ctx: Any, request: Request, again: Callable[..., Any], *operands: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        out = autograd.results(autograd.forward(request))
         ctx.request, ctx.again = replace(request, **_no_tensors(request)), again
-        ctx.mark_non_differentiable(peak, count, *whole)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operands, peak, mass, first, spread, mean)
+        autograd.keep(ctx, operands, out)
         return out
 
     @staticmethod
@@ -79,7 +78,7 @@ class ScoredPass(torch.autograd.Function):
         if torch.is_grad_enabled():
             kept = [(i, g) for i, g in enumerate(grads) if g is not None]
 
-            def chosen(*given: Tensor | None) -> tuple[Tensor, ...]:
+            def chosen(*given: Tensor | None) -> tuple[Any, ...]:
                 out = ctx.again(*given)
                 return tuple(out[i] for i, _ in kept)
 

@@ -60,7 +60,7 @@ def sound(tensor: Tensor, name: str) -> Tensor:
         raise ValueError(f"the native backend takes strided CPU tensors; {name} is {tensor.layout} on {tensor.device}")
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
-    reached = extent(tensor.shape, tensor.stride())
+    reached = tensor.numel() if tensor.is_contiguous() else extent(tensor.shape, tensor.stride())
     if reached:
         there = tensor.untyped_storage().nbytes()
         if (tensor.storage_offset() + reached) * tensor.element_size() > there or not tensor.data_ptr():
@@ -117,7 +117,7 @@ class Call:
         shape = tuple(tensor.shape)
         if tensor.dtype != dtype:
             raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}")
-        if any(s != n and (s != 1 or name not in _FLEXIBLE) for s, n in zip(shape[dims:], inner, strict=True)):
+        if shape[dims:] != inner and not _stretches(shape[dims:], inner, name):
             raise ValueError(f"{name} must end in {inner}; got shape {shape}")
         tensor = sound(tensor, name)
         strides = tensor.stride()
@@ -134,6 +134,10 @@ class Call:
 
 
 _FLEXIBLE = frozenset({"scale", "bias", "mask"})
+
+
+def _stretches(given: tuple[int, ...], wanted: tuple[int, ...], name: str) -> bool:
+    return name in _FLEXIBLE and all(s in (1, n) for s, n in zip(given, wanted, strict=True))
 
 
 def _interval(bound: Tensor | None, n_key: int) -> Tensor | None:
