@@ -216,7 +216,7 @@ int32_t backward_as(const PartitaProblem& p, const BackwardPlan& plan, const Par
   longest = longest < BackwardBlock<A>::CHUNK ? longest : BackwardBlock<A>::CHUNK;
 
   int32_t failed = 0, not_finite = 0;
-#pragma omp parallel num_threads(p.threads) reduction(| : failed, not_finite)
+#pragma omp parallel num_threads(static_cast<int>(plan.threads)) reduction(| : failed, not_finite)
   {
     FlushDenormals flush_denormals;
     BackwardWorkspace<A> t;

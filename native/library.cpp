@@ -1,4 +1,5 @@
 // The C interface: picks the instruction set once, plans a call, runs it.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -50,7 +51,18 @@ PARTITA_API const char* partita_isa() { return choice().name; }
 
 namespace {
 
-int32_t run_forward(const PartitaProblem& p, const PartitaSums& to) {
+// Waking a thread and waiting for it costs microseconds, on a busy machine a time slice: there must be work for it.
+constexpr double WORTH_A_THREAD = 1 << 17;  // products, for each: two to ten microseconds
+
+PartitaProblem with_useful_threads(const PartitaProblem& given) {
+  PartitaProblem p = given;
+  const double work = static_cast<double>(p.B * p.Q) * static_cast<double>(p.K) * static_cast<double>(p.D + p.V);
+  p.threads = static_cast<int32_t>(std::max(1.0, std::min<double>(p.threads, work / WORTH_A_THREAD)));
+  return p;
+}
+
+int32_t run_forward(const PartitaProblem& given, const PartitaSums& to) {
+  const PartitaProblem p = with_useful_threads(given);
   PlanStorage storage;
   Tuning tuning = choice().kernels->forward_tuning(p);
   tuning.columns = to.col_peak != nullptr;
@@ -94,11 +106,12 @@ PARTITA_API int32_t partita_attention(const PartitaProblem* geometry, const Part
   });
 }
 
-PARTITA_API int32_t partita_backward(const PartitaProblem* p, const PartitaGradients* g) {
+PARTITA_API int32_t partita_backward(const PartitaProblem* given, const PartitaGradients* g) {
   return guarded([&] {
+    const PartitaProblem p = with_useful_threads(*given);
     BackwardStorage storage;
-    const BackwardPlan plan = make_backward_plan(*p, *g, choice().kernels->backward_tuning(*p), storage);
-    return choice().kernels->backward(*p, plan, *g);
+    const BackwardPlan plan = make_backward_plan(p, *g, choice().kernels->backward_tuning(p), storage);
+    return choice().kernels->backward(p, plan, *g);
   });
 }
 
@@ -107,15 +120,15 @@ PARTITA_API int32_t partita_softmax_rows(const PartitaSoftmaxRows* r) { return c
 PARTITA_API int32_t partita_logits(const PartitaLogits* l) { return choice().kernels->logits(*l); }
 
 PARTITA_API int32_t partita_received(const PartitaProblem* p, const PartitaColumns* c) {
-  return choice().kernels->received(*p, *c);
+  return choice().kernels->received(with_useful_threads(*p), *c);
 }
 
 PARTITA_API int32_t partita_top(const PartitaProblem* p, const PartitaTop* to) {
-  return choice().kernels->top(*p, *to);
+  return choice().kernels->top(with_useful_threads(*p), *to);
 }
 
 PARTITA_API int32_t partita_gaps(const PartitaProblem* p, const PartitaGaps* g) {
-  return choice().kernels->gaps(*p, *g);
+  return choice().kernels->gaps(with_useful_threads(*p), *g);
 }
 
 PARTITA_API int32_t partita_divergence_rows(const PartitaDivergenceRows* d) {

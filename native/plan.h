@@ -44,6 +44,7 @@ struct BackwardTask {
 // Tasks [begin[i], begin[i + 1]) run in order on one thread; threads take such lists as they come.
 struct BackwardPlan {
   int64_t groups, lists, row_splits, key_splits;
+  int64_t threads;  // that have something to do
   const int64_t *entries, *entry_begin;
   const int64_t* begin;
   const BackwardTask* task;

@@ -183,6 +183,7 @@ BackwardPlan make_backward_plan(const PartitaProblem& p, const PartitaGradients&
   BackwardPlan plan{};
   plan.groups = groups;
   plan.lists = static_cast<int64_t>(s.begin.size()) - 1;
+  plan.threads = std::max<int64_t>(1, std::min(threads, plan.lists));
   plan.row_splits = rows;
   plan.key_splits = keys;
   plan.entries = s.entries.data();
