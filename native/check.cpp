@@ -33,6 +33,7 @@ Row<T> plain_row(const A* q, const std::vector<A>& key, const std::vector<A>& va
   return r;
 }
 
+// Long, because it is one call of each kind told in order: operands, the call, every result beside the plain formula.
 template <class A>
 void check_pass(int64_t Q, int64_t K, int64_t D, int64_t V, bool causal) {
   std::printf("pass, %s, %d x %d, %d features, %d values%s\n", sizeof(A) == 4 ? "float32" : "float64", int(Q), int(K),

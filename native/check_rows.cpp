@@ -96,6 +96,7 @@ void check_divergence(Kind kind, int32_t threads) {
   expect("keys nobody sees", wrong);
 }
 
+// Long for the same reason as `check_pass`: one call, told in order.
 void check_statistics() {
   constexpr int64_t BATCH = 2, HEADS = 3, ROWS = 150, DIM = 20;
   constexpr int BINS = 10, BANDS = 12, SUMS = 11;
