@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita._checks import check_bool, check_index_dtype, check_positions, check_whole, has_values, shape_text
+from partita._checks import check_bool, check_index_dtype, check_positions, check_whole, expands, has_values, shape_text
+from partita.engine.axes import align
 from partita.engine.terms import Term
 from partita.errors import DtypeError, ShapeError
 from partita.support.base import Support, text_of
@@ -44,27 +45,19 @@ class _Blocks(Support):
     def __repr__(self) -> str:
         return f"support.blocks({self.block}, {text_of(self.layout)})"
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.layout,)
-
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         check_positions(n_query, n_key)
         shape = (-(-n_query // self.block), -(-n_key // self.block))
-        lead = tuple(self.layout.shape[:-2])
-        fits = self.layout.dim() - 2 <= len(batch) and tuple(self.layout.shape[-2:]) == shape
-        if not fits or [1 for a, b in zip(lead[::-1], tuple(batch)[::-1], strict=False) if a not in (1, b)]:
+        if tuple(self.layout.shape[-2:]) != shape or not expands(self.layout.shape[:-2], batch):
             raise ShapeError(
                 f"layout must broadcast to {(*batch, *shape)}, the blocks of {self.block} in {n_query} rows and "
                 f"{n_key} keys; got {shape_text(self.layout)}."
             )
-        layout = self.layout.to(device).reshape(*[1] * (len(batch) - len(lead)), *self.layout.shape)
+        layout = align(self.layout.to(device), len(batch), 2)
         row = torch.arange(n_query, dtype=torch.int64, device=device) // self.block
         if torch.compiler.is_compiling():  # how many runs a row has is no size that a graph could have
-            return (
-                Term(
-                    mask=layout[..., row, :][..., torch.arange(n_key, dtype=torch.int64, device=device) // self.block]
-                ),
-            )
+            column = torch.arange(n_key, dtype=torch.int64, device=device) // self.block
+            return (Term(mask=layout[..., row, :][..., column]),)
         start, stop = _runs(layout)
         start, stop = ((t * self.block).clamp(max=n_key).to(torch.int32)[..., row, :] for t in (start, stop))
         return tuple(Term(start=a, stop=b) for a, b in zip(start.unbind(-1), stop.unbind(-1), strict=True))
