@@ -196,9 +196,8 @@ def _search_with_bias(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor,
     high, side = low, miss.sign()
     waiting = ~found
     edge = low
-    for step in torch.logspace(
-        math.log10(_SMALL), math.log10(_REACH), _GRID, dtype=torch.float64, device="cpu"
-    ).tolist():
+    grid = torch.logspace(math.log10(_SMALL), math.log10(_REACH), _GRID, dtype=torch.float64, device="cpu")
+    for step in grid.tolist():
         here = step / sigma
         miss = miss_at(here)
         nearer = miss.abs() < least
