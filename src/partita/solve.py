@@ -122,7 +122,7 @@ def as_mask(bias: Tensor, support: Support | None) -> Support:
 
 
 def _shown(bias: Tensor) -> Tensor:
-    if _checks.has_values(bias) and bool(((bias == 0) | (bias == -torch.inf)).all()):
+    if _checks.has_values(bias) and only_hides(bias):
         return bias == 0
     raise ValueRangeError(
         "with a bias the entropy is not monotone in the scale, so no scale is solved for inside a graph; "
@@ -265,6 +265,7 @@ library.define(
     "(Tensor query, Tensor key, Tensor[] support, int[] layout, Tensor target, Tensor n) -> (Tensor, Tensor)",
 )
 library.define("partita::shown", "(Tensor bias) -> Tensor")
+library.impl("partita::shown", "CompositeExplicitAutograd", _shown)
 
 
 @library.impl("partita::solve_scale", "CompositeExplicitAutograd")
@@ -282,11 +283,6 @@ def _(
     query: Tensor, key: Tensor, support: Sequence[Tensor], layout: Sequence[int], target: Tensor, n: Tensor
 ) -> tuple[Tensor, Tensor]:
     return n.new_empty(n.shape), n.new_empty(n.shape, dtype=torch.bool)
-
-
-@library.impl("partita::shown", "CompositeExplicitAutograd")
-def _(bias: Tensor) -> Tensor:
-    return _shown(bias)
 
 
 @library.register_fake("partita::shown")  # type: ignore[untyped-decorator]

@@ -267,8 +267,7 @@ def _forward(
     received: list[Tensor] = []
     turning: Turning | None = module.__dict__.get(TURNING)
     if turning is None:
-        if observe is not None:
-            options["return_received"] = True
+        options["return_received"] = observe is not None
         out, stats, *received = attention(query, key, value, dropout_p=dropout, **options)
     else:
         if dropout > 0 or observe is not None:

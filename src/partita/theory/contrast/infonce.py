@@ -164,7 +164,6 @@ def hardness_weights(
     tensor([0.0000, 0.5000, 0.5000])
     """
     z = _scores(query, keys) / above_zero("temperature", temperature, query.dtype)
-    z = z.clone()
     z[..., positive] = -torch.inf
     return torch.softmax(z, -1)
 

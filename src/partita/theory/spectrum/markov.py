@@ -192,8 +192,7 @@ def _new_directions(basis: Tensor, block: Tensor) -> Tensor:  # (n, m), (n, b) -
         block = block - basis @ (basis.T @ block)
     q, r = torch.linalg.qr(block)
     fresh: Tensor = q[:, r.diagonal().abs() > 1e-10]
-    fresh = fresh - basis @ (basis.T @ fresh)
-    return fresh
+    return fresh - basis @ (basis.T @ fresh)
 
 
 def _square(gibbs: Gibbs) -> int:
