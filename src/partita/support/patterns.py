@@ -32,9 +32,8 @@ class _Residue(Support):
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         check_positions(n_query, n_key)
-        ids = (torch.arange(n, dtype=torch.int64, device=device).remainder_(self.step) for n in (n_query, n_key))
-        rows, keys = (t.view(*[1] * len(batch), len(t)) for t in ids)
-        return (Term(query_segment=rows, key_segment=keys),)
+        rows, keys = (torch.arange(n, dtype=torch.int64, device=device) % self.step for n in (n_query, n_key))
+        return (Term(query_segment=rows, key_segment=keys).align(len(batch)),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,15 +86,13 @@ class _GlobalTokens(Support):
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         check_positions(n_query, n_key)
-        lead = [1] * len(batch)
-        sees_all = torch.zeros(n_query, dtype=torch.int32, device=device)
-        own = [p for p in self.positions if p < n_query]
-        if own:
-            sees_all[torch.tensor(own, dtype=torch.int64, device=device)] = n_key
-        terms = [Term(stop=sees_all.view(*lead, n_query))]
-        row = torch.zeros(n_query, dtype=torch.int32, device=device).view(*lead, n_query)
+        own = torch.tensor([p for p in self.positions if p < n_query], dtype=torch.int64, device=device)
+        row = torch.zeros(n_query, dtype=torch.int32, device=device)
+        sees_all = row.clone()
+        sees_all[own] = n_key
+        terms = [Term(stop=sees_all)]
         terms += [Term(start=row + first, stop=row + last) for first, last in _neighbours(self.positions, n_key)]
-        return tuple(terms)
+        return tuple(term.align(len(batch)) for term in terms)
 
 
 def _neighbours(positions: Sequence[int], end: int) -> list[tuple[int, int]]:
