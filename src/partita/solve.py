@@ -83,14 +83,16 @@ def solve_scale(
     count = rows.visible()
     target = _target(entropy, width, rows.ungroup(count)).reshape(count.shape)
     split = replace(rows, groups=1)  # the heads of grouped queries stay apart, as the count has them
-    solved, reached = _solve(split, target.detach(), count)
+    still = None if split.bias is None else split.bias.detach()
+    quiet = replace(split, query=split.query.detach(), key=split.key.detach(), bias=still)
+    solved, reached = _solve(quiet, target.detach(), count)
     given = (query, key, target, *(() if pairs is None else pairs.parameters), *(() if bias is None else (bias,)))
     if torch.is_grad_enabled() and [t for t in given if t.requires_grad]:
         state = _at(split, solved)
         if bias is None:
             slope = (state.score_variance() / solved.clamp(min=torch.finfo(solved.dtype).tiny)).detach()
         else:
-            slope = _slope(split, solved)
+            slope = _slope(quiet, solved)
         miss = state.entropy() - target
         step = (miss - miss.detach()) / torch.where(reached, slope, torch.ones_like(slope))
         solved = solved + torch.where(reached, step, torch.zeros_like(step))
@@ -109,9 +111,7 @@ def _slope(rows: Request, scale: Tensor) -> Tensor:
     """-dH / d scale of each row, where a bias is there: Cov[z, s] and no variance."""
     with torch.enable_grad():
         at = scale.detach().requires_grad_()
-        quiet = replace(rows, query=rows.query.detach(), key=rows.key.detach())
-        quiet = replace(quiet, bias=None if rows.bias is None else rows.bias.detach())
-        (grad,) = torch.autograd.grad(_at(quiet, at).entropy().sum(), at)
+        (grad,) = torch.autograd.grad(_at(rows, at).entropy().sum(), at)
     return -grad
 
 
@@ -122,7 +122,7 @@ def as_mask(bias: Tensor, support: Support | None) -> Support:
 
 
 def _shown(bias: Tensor) -> Tensor:
-    if _checks.has_values(bias) and bool(((bias == 0) | (bias == -torch.inf)).all()):
+    if _checks.has_values(bias) and only_hides(bias):
         return bias == 0
     raise ValueRangeError(
         "with a bias the entropy is not monotone in the scale, so no scale is solved for inside a graph; "
@@ -170,15 +170,13 @@ def _at(rows: Request, scale: Tensor) -> State:
 
 def _solve(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     """The scale of every row, and whether its target is within reach; a graph sees one operator, not the search."""
-    quiet = replace(rows, query=rows.query.detach(), key=rows.key.detach())
     if torch.compiler.is_compiling():
-        support, layout = pack(quiet.terms)
-        scale, reached = torch.ops.partita.solve_scale(quiet.query, quiet.key, support, layout, target, n)
+        support, layout = pack(rows.terms)
+        scale, reached = torch.ops.partita.solve_scale(rows.query, rows.key, support, layout, target, n)
         return scale, reached
+    search = _search if rows.bias is None else _search_with_bias
     with torch.no_grad():
-        if quiet.bias is not None:
-            return _search_with_bias(replace(quiet, bias=quiet.bias.detach()), target, n)
-        return _search(quiet, target, n)
+        return search(rows, target, n)
 
 
 def _search_with_bias(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,9 +194,8 @@ def _search_with_bias(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor,
     high, side = low, miss.sign()
     waiting = ~found
     edge = low
-    for step in torch.logspace(
-        math.log10(_SMALL), math.log10(_REACH), _GRID, dtype=torch.float64, device="cpu"
-    ).tolist():
+    grid = torch.logspace(math.log10(_SMALL), math.log10(_REACH), _GRID, dtype=torch.float64, device="cpu")
+    for step in grid.tolist():
         here = step / sigma
         miss = miss_at(here)
         nearer = miss.abs() < least
@@ -266,6 +263,7 @@ library.define(
     "(Tensor query, Tensor key, Tensor[] support, int[] layout, Tensor target, Tensor n) -> (Tensor, Tensor)",
 )
 library.define("partita::shown", "(Tensor bias) -> Tensor")
+library.impl("partita::shown", "CompositeExplicitAutograd", _shown)
 
 
 @library.impl("partita::solve_scale", "CompositeExplicitAutograd")
@@ -283,11 +281,6 @@ def _(
     query: Tensor, key: Tensor, support: Sequence[Tensor], layout: Sequence[int], target: Tensor, n: Tensor
 ) -> tuple[Tensor, Tensor]:
     return n.new_empty(n.shape), n.new_empty(n.shape, dtype=torch.bool)
-
-
-@library.impl("partita::shown", "CompositeExplicitAutograd")
-def _(bias: Tensor) -> Tensor:
-    return _shown(bias)
 
 
 @library.register_fake("partita::shown")  # type: ignore[untyped-decorator]

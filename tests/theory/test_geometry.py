@@ -54,6 +54,7 @@ def test_jacobian_norms_and_their_suprema():
     torch.testing.assert_close(torch.linalg.matrix_norm(j, 2), norms.two_two[:200])
     long = law(30, scale=0.1)
     assert 0.99 < geo.subset_norm(long) <= 1
+    assert geo.subset_norm(torch.ones(2, 1, dtype=F64)).tolist() == [0.0, 0.0]  # one key cannot be split
 
 
 def test_smooth_maximum_and_its_bounds():

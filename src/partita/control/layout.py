@@ -162,10 +162,10 @@ def _token_orders(out: Tensor, batch: int, n: int) -> list[Tensor]:
     return orders
 
 
-def _rows(module: nn.Module, start: int, size: int) -> Rows:
+def _rows(module: nn.Module, start: int, size: int, offset: float = 0.0) -> Rows:
     names = tuple(name for name in ("weight", "bias") if getattr(module, name, None) is not None)
     # Conv1D of transformers keeps (in, out); everything else (out, in)
-    return Rows(module, names, 1 if type(module).__name__ == "Conv1D" else 0, start, size)
+    return Rows(module, names, 1 if type(module).__name__ == "Conv1D" else 0, start, size, offset)
 
 
 # ---- by name ---------------------------------------------------------------------------------------------------------
@@ -205,8 +205,7 @@ def _gains(norms: Sequence[nn.Module], heads: int, dim: int) -> Layout | str:
         if offset is None:
             return f"QK-norm by a {kind} that multiplies neither by its weight nor by one plus it"
         count = weight.numel() // dim
-        names = ("weight", "bias") if getattr(norm, "bias", None) is not None else ("weight",)
-        sides.append([Rows(norm, names, 0, (h * count // heads) * dim, dim, offset) for h in range(heads)])
+        sides.append([_rows(norm, (h * count // heads) * dim, dim, offset) for h in range(heads)])
     return Layout([Product(*sides)])
 
 

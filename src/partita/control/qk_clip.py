@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -183,8 +182,8 @@ def _multiply(rows: Rows, share: float) -> None:
     for name in rows.names:
         parameter: Tensor = getattr(rows.module, name)
         dim = 0 if parameter.dim() == 1 else rows.dim
-        factor = torch.ones(parameter.shape[dim], dtype=torch.float32, device=parameter.device)
-        factor = factor.to(torch.promote_types(parameter.dtype, torch.float32))
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        factor = torch.ones(parameter.shape[dim], dtype=dtype, device=parameter.device)
         factor[rows.start : rows.start + rows.size] = share
         factor = factor.reshape([-1 if d == dim else 1 for d in range(parameter.dim())])
         mesh: Any = getattr(parameter, "device_mesh", None)
@@ -198,13 +197,10 @@ def _multiply(rows: Rows, share: float) -> None:
             parameter.mul_(factor)
 
 
-@contextlib.contextmanager
 def _whole_parameters(model: nn.Module) -> Any:
     """FullyShardedDataParallel keeps its parameters in flat pieces; for a moment they are whole, and written back."""
-    with contextlib.ExitStack() as stack:
-        shells: Iterable[nn.Module] = (m for m in model.modules() if type(m).__name__ == "FullyShardedDataParallel")
-        if any(True for _ in shells):
-            from torch.distributed.fsdp import FullyShardedDataParallel
+    if not any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        return contextlib.nullcontext()
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-            stack.enter_context(FullyShardedDataParallel.summon_full_params(model, writeback=True))
-        yield
+    return FullyShardedDataParallel.summon_full_params(model, writeback=True)

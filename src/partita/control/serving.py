@@ -159,13 +159,10 @@ class _Mode(TorchFunctionMode):
     def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch's own module runs with the mode off; what it calls is caught on the way."""
 
-        def sdpa(inner: Callable[..., Any], *a: Any, **k: Any) -> Any:
-            return self._sdpa(inner, a, k)
+        def caught(handler: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda inner, *a, **k: handler(inner, a, k)
 
-        def softmax(inner: Callable[..., Any], *a: Any, **k: Any) -> Any:
-            return self._softmax(inner, a, k)
-
-        with SDPA.around(sdpa), SOFTMAX.around(softmax):
+        with SDPA.around(caught(self._sdpa)), SOFTMAX.around(caught(self._softmax)):
             return func(*args, **kwargs)
 
     def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -70,20 +70,15 @@ def register(
     if taken:
         raise ValueRangeError(f"transformers treats names with {taken[0]!r} in them specially; got {name!r}.")
     _check_scale(scale)
-    for weight in (
-        attention_entropy_weight.values()
-        if isinstance(attention_entropy_weight, Mapping)
-        else (attention_entropy_weight,)
-    ):
+    weights = attention_entropy_weight
+    for weight in weights.values() if isinstance(weights, Mapping) else (weights,):
         check_entropy_weight(weight)
 
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Any:
         out, stats = _forward(module, query, key, value, mask, scale, **kwargs)
-        weight = attention_entropy_weight
-        if isinstance(weight, Mapping):
-            weight = weight.get(getattr(module, "layer_idx", -1), 0.0)
+        weight = weights.get(getattr(module, "layer_idx", -1), 0.0) if isinstance(weights, Mapping) else weights
         if module.training and weighs(weight):
             module.__dict__["entropy_loss"] = entropy_penalty(stats, weight)
         return out, stats
@@ -272,8 +267,7 @@ def _forward(
     received: list[Tensor] = []
     turning: Turning | None = module.__dict__.get(TURNING)
     if turning is None:
-        if observe is not None:
-            options["return_received"] = True
+        options["return_received"] = observe is not None
         out, stats, *received = attention(query, key, value, dropout_p=dropout, **options)
     else:
         if dropout > 0 or observe is not None:

@@ -75,6 +75,11 @@ def check_reference(reference: float) -> None:
         raise ValueRangeError(f"a reference length must be a number above 1; got {reference!r}.")
 
 
+def _check_heads(policy: str, heads: int, n: Tensor) -> None:
+    if n.dim() >= 2 and n.shape[-2] not in (1, heads):
+        raise ShapeError(f"{policy} has {heads} heads; the rows have {tuple(n.shape)}, heads second from the right.")
+
+
 @dataclass(frozen=True)
 class InverseSqrt(Formula):
     """scale = factor / sqrt(dim): attention's habit for factor = 1; knows nothing of length (M-SCL-1)."""
@@ -229,11 +234,7 @@ class CriticalScale(Formula):
         ratio = n.clamp(min=self.floor).log() / math.log(self.reference)
         if not isinstance(self.exponent, Sequence):
             return ratio**self.exponent / math.sqrt(dim)
-        if n.dim() >= 2 and n.shape[-2] not in (1, len(self.exponent)):
-            raise ShapeError(
-                f"CriticalScale has {len(self.exponent)} heads; the rows have {tuple(n.shape)}, heads second from the "
-                f"right."
-            )
+        _check_heads("CriticalScale", len(self.exponent), n)
         exponent = torch.tensor(list(self.exponent), dtype=n.dtype, device=n.device)
         return ratio ** exponent[:, None] / math.sqrt(dim)
 
@@ -281,17 +282,11 @@ class ScalableSoftmax(nn.Module, Policy):
         check_positive("heads", heads)
         self.s = nn.Parameter(torch.full((heads,), float(init), device=device, dtype=dtype))
 
-    def forward(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
-        return self.multiplier(_count(visible, query), max(dim, 1))
-
+    forward = Policy.__call__  # with the hooks of a module around it
     __call__ = nn.Module.__call__
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
-        heads = self.s.shape[0]
-        if n.dim() >= 2 and n.shape[-2] not in (1, heads):
-            raise ShapeError(
-                f"ScalableSoftmax has {heads} heads; the rows have {tuple(n.shape)}, heads second from the right."
-            )
+        _check_heads("ScalableSoftmax", self.s.shape[0], n)
         return self.s.to(n.dtype)[:, None] * n.log() / math.sqrt(dim)
 
     def extra_repr(self) -> str:

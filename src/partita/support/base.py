@@ -40,7 +40,7 @@ class Support:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it was made of, whose later changes a reader may want to notice."""
-        return ()
+        return tuple(x for x in vars(self).values() if isinstance(x, Tensor))
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         raise TypeError("Support is abstract; use support.causal(), support.lengths(...) and their like.")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita._checks import check_bool, check_index_dtype, check_positions, check_whole, has_values, shape_text
+from partita._checks import check_bool, check_index_dtype, check_positions, check_whole, expands, has_values, shape_text
+from partita.engine.axes import align
 from partita.engine.terms import Term
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.support.base import Support, text_of
@@ -18,11 +19,15 @@ __all__ = ["all", "causal", "lengths", "mask", "not_self", "segments", "window"]
 
 @dataclass(frozen=True, eq=False)
 class _All(Support):
+    """Every key, or with a hole every key but the row's own."""
+
+    hole: bool = False
+
     def __repr__(self) -> str:
-        return "support.all()"
+        return "support.not_self()" if self.hole else "support.all()"
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
-        return (Term(),)
+        return (Term(hole=self.hole),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +62,6 @@ class _Lengths(Support):
         given = self.key_lengths
         return f"support.lengths({text_of(given) if isinstance(given, Tensor) else given})"
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.key_lengths,) if isinstance(self.key_lengths, Tensor) else ()
-
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         check_positions(n_query, n_key)
         given = torch.as_tensor(self.key_lengths, device=device)
@@ -83,22 +85,10 @@ class _Segments(Support):
         ids = (self.query_ids,) if self.query_ids is self.key_ids else (self.query_ids, self.key_ids)
         return f"support.segments({', '.join(map(text_of, ids))})"
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.query_ids, self.key_ids
-
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         query = _leading("q_ids", self.query_ids.to(device), (n_query,), batch)
         key = _leading("k_ids", self.key_ids.to(device), (n_key,), batch)
         return (Term(query_segment=query.long(), key_segment=key.long()),)
-
-
-@dataclass(frozen=True, eq=False)
-class _NotSelf(Support):
-    def __repr__(self) -> str:
-        return "support.not_self()"
-
-    def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
-        return (Term(hole=True),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,37 +98,29 @@ class _Mask(Support):
     def __repr__(self) -> str:
         return f"support.mask({text_of(self.keep)})"
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.keep,)
-
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         keep = self.keep.to(device)
         keep = keep if keep.dim() >= 2 else keep.expand(1, *(keep.shape or (1,)))
-        fits = keep.shape[-1] in (1, n_key) and keep.shape[-2] in (1, n_query)
-        lead = tuple(keep.shape[:-2])
-        while len(lead) > len(batch) and lead[0] == 1:
-            lead = lead[1:]
-        fits = fits and len(lead) <= len(batch)
-        fits = fits and not [1 for a, b in zip(lead[::-1], tuple(batch)[::-1], strict=False) if a not in (1, b)]
-        if not fits:
+        while keep.dim() - 2 > len(batch) and keep.shape[0] == 1:
+            keep = keep[0]
+        if not expands(keep.shape, (*batch, n_query, n_key)):
             raise ShapeError(
                 f"mask must broadcast to {(*batch, n_query, n_key)}; got {shape_text(self.keep)}. "
                 f"A mask (batch, n_query, n_key) for inputs with heads needs mask[:, None]."
             )
-        return (Term(mask=keep.reshape(*[1] * (len(batch) - len(lead)), *lead, *keep.shape[-2:])),)
+        return (Term(mask=align(keep, len(batch), 2)),)
 
 
 def _leading(name: str, given: Tensor, tail: tuple[int, ...], batch: Sequence[int]) -> Tensor:
     """Align with the leading batch dimensions, 1 for the rest: (B,) or (B, 1) or (B, H) against (B, H)."""
-    lead = tuple(given.shape[: given.dim() - len(tail)])
-    fits = len(lead) <= len(batch) and tuple(given.shape[len(lead) :]) == tail
-    fits = fits and not [1 for a, b in zip(lead, batch, strict=False) if a not in (1, b)]
-    if not fits:
+    lead = given.shape[: given.dim() - len(tail)]
+    aligned = (*lead, *[1] * (len(batch) - len(lead)))
+    if tuple(given.shape[len(lead) :]) != tail or not expands(aligned, batch):
         more = f" followed by {tail}" if tail else ""
         raise ShapeError(
             f"{name} must match the leading batch dimensions of {tuple(batch)}{more}; got {shape_text(given)}."
         )
-    return given.reshape((*lead, *[1] * (len(batch) - len(lead)), *tail))
+    return given.reshape((*aligned, *tail))
 
 
 def all() -> Support:
@@ -205,7 +187,7 @@ def segments(q_ids: Tensor, k_ids: Tensor | None = None) -> Support:
 
 def not_self() -> Support:
     """Every key but the one at the query's own position: j != i."""
-    return _NotSelf()
+    return _All(hole=True)
 
 
 def mask(keep: Tensor) -> Support:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita._checks import check_bool, check_index_dtype, check_positions, check_whole, has_values, shape_text
+from partita._checks import check_bool, check_index_dtype, check_positions, check_whole, expands, has_values, shape_text
+from partita.engine.axes import align
 from partita.engine.terms import Term
 from partita.errors import DtypeError, ShapeError
 from partita.support.base import Support, text_of
@@ -31,9 +32,8 @@ class _Residue(Support):
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         check_positions(n_query, n_key)
-        ids = (torch.arange(n, dtype=torch.int64, device=device).remainder_(self.step) for n in (n_query, n_key))
-        rows, keys = (t.view(*[1] * len(batch), len(t)) for t in ids)
-        return (Term(query_segment=rows, key_segment=keys),)
+        rows, keys = (torch.arange(n, dtype=torch.int64, device=device) % self.step for n in (n_query, n_key))
+        return (Term(query_segment=rows, key_segment=keys).align(len(batch)),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,27 +44,19 @@ class _Blocks(Support):
     def __repr__(self) -> str:
         return f"support.blocks({self.block}, {text_of(self.layout)})"
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.layout,)
-
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         check_positions(n_query, n_key)
         shape = (-(-n_query // self.block), -(-n_key // self.block))
-        lead = tuple(self.layout.shape[:-2])
-        fits = self.layout.dim() - 2 <= len(batch) and tuple(self.layout.shape[-2:]) == shape
-        if not fits or [1 for a, b in zip(lead[::-1], tuple(batch)[::-1], strict=False) if a not in (1, b)]:
+        if tuple(self.layout.shape[-2:]) != shape or not expands(self.layout.shape[:-2], batch):
             raise ShapeError(
                 f"layout must broadcast to {(*batch, *shape)}, the blocks of {self.block} in {n_query} rows and "
                 f"{n_key} keys; got {shape_text(self.layout)}."
             )
-        layout = self.layout.to(device).reshape(*[1] * (len(batch) - len(lead)), *self.layout.shape)
+        layout = align(self.layout.to(device), len(batch), 2)
         row = torch.arange(n_query, dtype=torch.int64, device=device) // self.block
         if torch.compiler.is_compiling():  # how many runs a row has is no size that a graph could have
-            return (
-                Term(
-                    mask=layout[..., row, :][..., torch.arange(n_key, dtype=torch.int64, device=device) // self.block]
-                ),
-            )
+            column = torch.arange(n_key, dtype=torch.int64, device=device) // self.block
+            return (Term(mask=layout[..., row, :][..., column]),)
         start, stop = _runs(layout)
         start, stop = ((t * self.block).clamp(max=n_key).to(torch.int32)[..., row, :] for t in (start, stop))
         return tuple(Term(start=a, stop=b) for a, b in zip(start.unbind(-1), stop.unbind(-1), strict=True))
@@ -94,15 +86,13 @@ class _GlobalTokens(Support):
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         check_positions(n_query, n_key)
-        lead = [1] * len(batch)
-        sees_all = torch.zeros(n_query, dtype=torch.int32, device=device)
-        own = [p for p in self.positions if p < n_query]
-        if own:
-            sees_all[torch.tensor(own, dtype=torch.int64, device=device)] = n_key
-        terms = [Term(stop=sees_all.view(*lead, n_query))]
-        row = torch.zeros(n_query, dtype=torch.int32, device=device).view(*lead, n_query)
+        own = torch.tensor([p for p in self.positions if p < n_query], dtype=torch.int64, device=device)
+        row = torch.zeros(n_query, dtype=torch.int32, device=device)
+        sees_all = row.clone()
+        sees_all[own] = n_key
+        terms = [Term(stop=sees_all)]
         terms += [Term(start=row + first, stop=row + last) for first, last in _neighbours(self.positions, n_key)]
-        return tuple(terms)
+        return tuple(term.align(len(batch)) for term in terms)
 
 
 def _neighbours(positions: Sequence[int], end: int) -> list[tuple[int, int]]:

@@ -1,6 +1,8 @@
-"""Numbers as tensors, and refusals in the caller's words: shared by every module of the theory."""
+"""Numbers as tensors, refusals in the caller's words, a root: shared by every module of the theory."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,6 +35,22 @@ def together(*xs: Number) -> list[Tensor]:
     """These numbers as float64 tensors of one common shape."""
     out: list[Tensor] = list(torch.broadcast_tensors(*[number(x).double() for x in xs]))
     return out
+
+
+def above_zero(name: str, x: Number, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of x, of this dtype if one is given; refused unless it is above 0 everywhere."""
+    found = number(x).to(dtype=dtype)
+    require(found > 0, f"{name} must be positive; got {found}.")
+    return found
+
+
+def bisect(below: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, steps: int = 80) -> Tensor:
+    """Where a condition that holds at low stops to hold on the way to high."""
+    for _ in range(steps):
+        mid = (low + high) / 2
+        holds = below(mid)
+        low, high = torch.where(holds, mid, low), torch.where(holds, high, mid)
+    return (low + high) / 2
 
 
 def require(ok: bool | Tensor, message: str) -> None:

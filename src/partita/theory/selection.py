@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require, where
+from partita.theory._domain import Number, above_zero, number, require, where
 from partita.theory.law import gibbs_law
 
 __all__ = [
@@ -125,9 +125,7 @@ def gumbel_softmax(logits: Tensor, temperature: Number, noise: Tensor) -> Tensor
     >>> gumbel_softmax(torch.tensor([0.0, 0.0]), 1.0, torch.tensor([1.0986, 0.0]))  # odds 3
     tensor([0.7500, 0.2500])
     """
-    t = number(temperature).to(logits.dtype)
-    require(t > 0, f"temperature must be positive; got {t}.")
-    return torch.softmax((logits + noise) / t, -1)
+    return torch.softmax((logits + noise) / above_zero("temperature", temperature, logits.dtype), -1)
 
 
 def straight_through(soft: Tensor) -> Tensor:  # (..., n)

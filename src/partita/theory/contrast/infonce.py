@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, above_zero, require
 
 __all__ = [
     "BatchGradients",
@@ -55,7 +55,7 @@ def info_nce(
     >>> info_nce(torch.zeros(2), torch.zeros(8, 2))  # log 8
     tensor(2.0794)
     """
-    z = _scores(query, keys) / _temperature(temperature, query)
+    z = _scores(query, keys) / above_zero("temperature", temperature, query.dtype)
     return torch.logsumexp(z, -1) - z[..., positive]
 
 
@@ -93,7 +93,7 @@ def info_nce_gradients(
     >>> g.keys.squeeze()  # pull -1/2, push +1/2
     tensor([-0.5000,  0.5000])
     """
-    t = _temperature(temperature, query)
+    t = above_zero("temperature", temperature, query.dtype)
     s = _scores(query, keys)
     p = torch.softmax(s / t, -1)
     residual = p.clone()
@@ -122,7 +122,7 @@ def info_nce_batch_gradients(
     >>> g.queries.item()  # a single pair has nothing to contrast with
     0.0
     """
-    t = _temperature(temperature, queries)
+    t = above_zero("temperature", temperature, queries.dtype)
     z = queries @ keys.T / t
     residual = torch.softmax(z, -1) - torch.eye(len(z), dtype=z.dtype, device=z.device)
     if symmetric:
@@ -163,17 +163,10 @@ def hardness_weights(
     >>> hardness_weights(torch.tensor([1.0]), torch.tensor([[9.0], [0.0], [0.0]]))
     tensor([0.0000, 0.5000, 0.5000])
     """
-    z = _scores(query, keys) / _temperature(temperature, query)
-    z = z.clone()
+    z = _scores(query, keys) / above_zero("temperature", temperature, query.dtype)
     z[..., positive] = -torch.inf
     return torch.softmax(z, -1)
 
 
 def _scores(query: Tensor, keys: Tensor) -> Tensor:
     return (keys @ query[..., None]).squeeze(-1)
-
-
-def _temperature(temperature: Number, like: Tensor) -> Tensor:
-    t = number(temperature).to(like.dtype)
-    require(t > 0, f"temperature must be positive; got {t}.")
-    return t

@@ -65,6 +65,5 @@ def curvature_summary(hessian: Tensor, tolerance: float = 1e-9) -> Curvature:  #
     values = torch.linalg.eigvalsh(hessian)
     size = values.abs().amax(-1, keepdim=True)
     null = (values.abs() <= tolerance * size).sum(-1)
-    return Curvature(
-        values[..., 0], values[..., -1], values.sum(-1), null, values[..., 0] >= -tolerance * size.squeeze(-1)
-    )
+    convex = (values >= -tolerance * size).all(-1)
+    return Curvature(values[..., 0], values[..., -1], values.sum(-1), null, convex)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from partita.theory._domain import require
+from partita.theory.information.derivatives import score_cumulants
 from partita.theory.information.entropy import entropy_of
 from partita.theory.law import gibbs_law
 
@@ -51,9 +52,7 @@ def kl_scale_expansion(scores: Tensor, scale: float, step: float) -> Tensor:  # 
     >>> kl_scale_expansion(torch.tensor([1.0, -1.0]), 0.0, 0.1)  # 0.01 / 2
     tensor(0.0050)
     """
-    p = gibbs_law(scores, scale=scale).probs
-    mean = (p * scores).sum(-1, keepdim=True)
-    return 0.5 * step**2 * (p * (scores - mean) ** 2).sum(-1)
+    return 0.5 * step**2 * score_cumulants(scores, scale).variance
 
 
 def jensen_shannon(laws: Tensor, dim: int = -2) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from partita.theory._domain import Number, number, require_shape
+from partita.theory.geometry.jacobian import softmax_jacobian
 from partita.theory.information.entropy import entropy_of
 
 __all__ = [
@@ -30,7 +31,7 @@ def fisher_logits(probs: Tensor) -> Tensor:  # (..., n, n)
     >>> fisher_logits(torch.tensor([0.5, 0.5]))[0]
     tensor([ 0.2500, -0.2500])
     """
-    return torch.diag_embed(probs) - probs[..., :, None] * probs[..., None, :]
+    return softmax_jacobian(probs)
 
 
 def fisher_free(probs: Tensor) -> Tensor:  # (..., n - 1, n - 1)

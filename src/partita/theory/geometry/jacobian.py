@@ -93,8 +93,7 @@ def subset_norm(probs: Tensor) -> Tensor:  # (...)
     require(n >= 1, "a law needs at least one key.")
     if n <= 16:
         corners = list(product((0.0, 1.0), repeat=n - 1))
-        signs = torch.tensor(corners, dtype=probs.dtype, device=probs.device).reshape(-1, n - 1)
-        mass = probs[..., :-1] @ signs.T if n > 1 else torch.zeros_like(probs[..., :1])
+        mass = probs[..., :-1] @ torch.tensor(corners, dtype=probs.dtype, device=probs.device).T
         return (4 * mass * (1 - mass)).amax(-1)
     left = torch.zeros_like(probs[..., 0])
     right = torch.zeros_like(left)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, above_zero, number, require
 
 __all__ = [
     "Smoothing",
@@ -125,8 +125,7 @@ def gaussian_nll(residual: Tensor, sigma: Number) -> Tensor:
     >>> gaussian_nll(torch.tensor(0.0), 1.0)
     tensor(0.9189)
     """
-    s = number(sigma).to(residual.dtype)
-    require(s > 0, f"sigma must be positive; got {s}.")
+    s = above_zero("sigma", sigma, residual.dtype)
     return residual**2 / (2 * s**2) + s.log() + 0.5 * log(2 * pi)
 
 
@@ -140,8 +139,7 @@ def laplace_nll(residual: Tensor, b: Number) -> Tensor:
     >>> laplace_nll(torch.tensor(1.0), 0.5)  # 2 + log 1
     tensor(2.)
     """
-    b = number(b).to(residual.dtype)
-    require(b > 0, f"b must be positive; got {b}.")
+    b = above_zero("b", b, residual.dtype)
     return residual.abs() / b + (2 * b).log()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from partita.gibbs import Gibbs
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, above_zero, number, require
 from partita.theory.information.floor import entropy_floor_of_width
 from partita.theory.law import gibbs_law
 
@@ -88,8 +88,7 @@ def sharpness_of_cosine(dim: int, temperature: Number) -> Tensor:
     >>> round((sharpness_of_cosine(128, 0.07) ** 2 / 2).item(), 3)  # gap to log n
     0.797
     """
-    t = number(temperature)
-    require(t > 0, f"temperature must be positive; got {t}.")
+    t = above_zero("temperature", temperature)
     require(dim >= 1, f"dim must be at least 1; got {dim}.")
     return 1.0 / (t * number(dim).sqrt())
 

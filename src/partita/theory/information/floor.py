@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require, together
+from partita.theory._domain import Number, above_zero, number, require, together
 
 __all__ = ["entropy_floor", "entropy_floor_of_width", "floor_gap", "logit_width", "max_weight"]
 
@@ -61,9 +61,7 @@ def entropy_floor(n: Number, temperature: Number) -> Tensor:
     >>> round(entropy_floor(256, 0.2).item(), 4)
     0.126
     """
-    t = number(temperature)
-    require(t > 0, f"temperature must be positive; got {t}.")
-    return entropy_floor_of_width(n, 2.0 / t)
+    return entropy_floor_of_width(n, 2.0 / above_zero("temperature", temperature))
 
 
 def max_weight(n: Number, width: Number) -> Tensor:

@@ -45,13 +45,11 @@ def attention_backward(
     >>> g.query.item(), g.value.squeeze().tolist()  # equal values: the scores do not matter
     (0.0, [0.5, 0.5])
     """
-    scores = query @ key.transpose(-1, -2)
+    scores = query @ key.mT
     weights = gibbs_law(scores, scale=scale, bias=bias, keep=keep).probs
-    dz = softmax_vjp(weights, grad @ value.transpose(-1, -2))
+    dz = softmax_vjp(weights, grad @ value.mT)
     ds = per_row(scale, dz) * dz
-    return AttentionGradients(
-        ds @ key, ds.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad, dz, (dz * scores).sum(-1)
-    )
+    return AttentionGradients(ds @ key, ds.mT @ query, weights.mT @ grad, dz, (dz * scores).sum(-1))
 
 
 def projection_gradients(inputs: Tensor, grad: Tensor) -> Tensor:  # (..., n, dim_model), (..., n, dim)

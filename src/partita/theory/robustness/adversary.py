@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from partita.theory._domain import Number, number, require
+from partita.theory.geometry.jacobian import softmax_vjp
 
 __all__ = ["Attack", "attack_l2", "attack_linf", "attack_linf_exact", "output_sensitivity", "output_sensitivity_norm"]
 
@@ -68,10 +69,9 @@ def attack_linf(
     >>> attack_linf(torch.zeros(2), torch.tensor([[0.0], [1.0]]), torch.tensor([1.0]), 0.1).predicted  # 0.1 * 1/2
     tensor(0.0500)
     """
-    p, c, size = _along(scores, values, direction, budget)
-    slope = p * (c - (p * c).sum(-1, keepdim=True))
+    c, slope, size = _along(scores, values, direction, budget)
     e = size * slope.sign()
-    return Attack(e, size * slope.abs().sum(-1), _gain(scores, c, e))
+    return Attack(e, size * slope.abs().sum(-1), _mean(scores + e, c) - _mean(scores, c))
 
 
 def attack_l2(
@@ -92,11 +92,10 @@ def attack_l2(
     """
     if direction is None:
         direction = torch.linalg.svd(output_sensitivity(scores, values), full_matrices=False).Vh[..., 0, :]
-    p, c, size = _along(scores, values, direction, budget)
-    slope = p * (c - (p * c).sum(-1, keepdim=True))
+    c, slope, size = _along(scores, values, direction, budget)
     length = slope.norm(dim=-1, keepdim=True)
     e = size * slope / length.clamp(min=torch.finfo(slope.dtype).tiny)
-    return Attack(e, size * length.squeeze(-1), _gain(scores, c, e))
+    return Attack(e, size * length.squeeze(-1), _mean(scores + e, c) - _mean(scores, c))
 
 
 def attack_linf_exact(
@@ -119,27 +118,26 @@ def attack_linf_exact(
     >>> a.achieved  # odds 1 become 3: from 1/2 to 3/4
     tensor(0.2500)
     """
-    p, c, size = _along(scores, values, direction, budget)
-    start = (p * c).sum(-1, keepdim=True)
-    t = start
+    c, slope, size = _along(scores, values, direction, budget)
+    t = _mean(scores, c)[..., None]
     e = torch.zeros_like(c)
     for _ in range(steps):
         e = size * torch.where(c > t, 1.0, -1.0).to(c.dtype)
-        better = (torch.softmax(scores + e, -1) * c).sum(-1, keepdim=True)
+        better = _mean(scores + e, c)[..., None]
         if bool((better <= t).all()):
             break
         t = torch.maximum(t, better)
-    slope = p * (c - start)
-    return Attack(e, size * slope.abs().sum(-1), _gain(scores, c, e))
+    return Attack(e, size * slope.abs().sum(-1), _mean(scores + e, c) - _mean(scores, c))
 
 
 def _along(scores: Tensor, values: Tensor, direction: Tensor, budget: Number) -> tuple[Tensor, Tensor, float]:
+    """c_i = <v_i, u>, how its mean moves with each score, and the budget."""
     size = float(number(budget))
     require(size >= 0, f"budget is a size, so budget >= 0; got {size}.")
     unit = direction / direction.norm(dim=-1, keepdim=True)
-    return torch.softmax(scores, -1), (values * unit[..., None, :]).sum(-1), size
+    c = (values * unit[..., None, :]).sum(-1)
+    return c, softmax_vjp(torch.softmax(scores, -1), c), size
 
 
-def _gain(scores: Tensor, along: Tensor, e: Tensor) -> Tensor:
-    before = (torch.softmax(scores, -1) * along).sum(-1)
-    return (torch.softmax(scores + e, -1) * along).sum(-1) - before
+def _mean(scores: Tensor, along: Tensor) -> Tensor:
+    return (torch.softmax(scores, -1) * along).sum(-1)

@@ -177,10 +177,8 @@ def monte_carlo_noise(
     count, total, square = 0, torch.zeros_like(out), torch.zeros_like(out)
     while count < draws:
         m = min(draws - count, max(1, chunk * 256 // scores.shape[-1]))
-        moved = (
-            torch.softmax(scores + noise.sample(m, scores.shape[-1], generator=generator, dtype=scores.dtype), -1)
-            @ values
-        )
+        drawn = noise.sample(m, scores.shape[-1], generator=generator, dtype=scores.dtype)
+        moved = torch.softmax(scores + drawn, -1) @ values
         total += (moved - out).sum(0)
         square += (moved - out).square().sum(0)
         count += m

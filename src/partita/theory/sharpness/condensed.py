@@ -7,7 +7,7 @@ from math import log, pi
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, bisect, number, require
 
 __all__ = ["condensed_entropy", "condensed_index", "extreme_location", "frozen_index", "frozen_sharpness"]
 
@@ -41,12 +41,9 @@ def condensed_index(entropy: Number) -> Tensor:
     """
     target = number(entropy)
     require(target >= 0, f"an entropy is not negative; got {target}.")
-    low, high = torch.zeros_like(target), torch.ones_like(target)
-    for _ in range(60):  # 2^-60 is below the rounding of float64
-        mid = (low + high) / 2
-        below = torch.digamma(torch.ones_like(mid)) - torch.digamma(1 - mid) < target
-        low, high = torch.where(below, mid, low), torch.where(below, high, mid)
-    return (low + high) / 2
+    zero, one = torch.zeros_like(target), torch.ones_like(target)
+    # 2^-60 is below the rounding of float64
+    return bisect(lambda m: torch.digamma(one) - torch.digamma(1 - m) < target, zero, one, steps=60)
 
 
 def extreme_location(n: Number) -> Tensor:
@@ -63,11 +60,7 @@ def extreme_location(n: Number) -> Tensor:
     n = number(n)
     require(n >= 3, f"the equation has its root above 0.4 only for n >= 3; got {n}.")
     low, high = torch.full_like(n, 0.1), (2 * n.log()).sqrt() + 1
-    for _ in range(80):
-        mid = (low + high) / 2
-        above = n.log() - mid**2 / 2 - 0.5 * log(2 * pi) - mid.log() > 0
-        low, high = torch.where(above, mid, low), torch.where(above, high, mid)
-    return (low + high) / 2
+    return bisect(lambda b: n.log() - b**2 / 2 - 0.5 * log(2 * pi) - b.log() > 0, low, high)
 
 
 def frozen_index(n: Number, sharpness: Number, *, finite: bool = True) -> Tensor:

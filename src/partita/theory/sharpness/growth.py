@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require, together
+from partita.theory._domain import Number, bisect, number, require, together
 from partita.theory.sharpness.condensed import condensed_index
 
 __all__ = [
@@ -52,12 +52,7 @@ def margin_scale(n: Number, entropy: Number, margin: Number = 1.0, *, exact: boo
     require(d > 0, f"margin must be positive; got {d}.")
     if not exact:
         return (size.log() + size.log().log() - target.log()) / d
-    low, high = torch.zeros_like(size), size.log() + 60
-    for _ in range(80):
-        mid = (low + high) / 2
-        above = margin_entropy(size, mid) > target
-        low, high = torch.where(above, mid, low), torch.where(above, high, mid)
-    return (low + high) / 2 / d
+    return bisect(lambda gap: margin_entropy(size, gap) > target, torch.zeros_like(size), size.log() + 60) / d
 
 
 def margin_half_scale(n: Number, margin: Number = 1.0) -> Tensor:

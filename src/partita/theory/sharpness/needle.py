@@ -74,4 +74,4 @@ def needle_weight_samples(
     drawn = torch.randn(draws, n - 1, generator=generator, dtype=scales.dtype, device=where(generator))
     background = sigma * drawn.to(scales.device)
     log_z = torch.stack([torch.logsumexp(s * background, -1) for s in scales], -1)
-    return torch.sigmoid(scales * height - log_z)
+    return needle_weight(height, scales, log_z)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, above_zero, number, require
 from partita.theory.information.entropy import entropy
 
 __all__ = [
@@ -27,9 +27,7 @@ def scale_of_temperature(temperature: Number) -> Tensor:
     >>> scale_of_temperature(0.25).item()
     4.0
     """
-    t = number(temperature)
-    require(t > 0, f"temperature must be positive; got {t}.")
-    return 1 / t
+    return 1 / above_zero("temperature", temperature)
 
 
 def effective_temperature(n: Number, dim: Number, kappa: Number = 1.0) -> Tensor:
@@ -71,8 +69,7 @@ def distillation_loss(teacher: Tensor, student: Tensor, temperature: Number = 1.
     >>> distillation_loss(torch.zeros(3), torch.zeros(3), 4.0).item()
     0.0
     """
-    t = number(temperature).to(student.dtype)
-    require(t > 0, f"temperature must be positive; got {t}.")
+    t = above_zero("temperature", temperature, student.dtype)
     log_t, log_s = torch.log_softmax(teacher / t, -1), torch.log_softmax(student / t, -1)
     return t**2 * (log_t.exp() * (log_t - log_s)).sum(-1)
 

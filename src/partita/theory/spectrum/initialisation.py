@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita.theory._domain import Number, number, require
+from partita.theory._domain import Number, above_zero, number, require
 
 __all__ = ["initial_sharpness", "sharpness_initialiser_std", "xavier_gain", "xavier_variance"]
 
@@ -63,6 +63,4 @@ def sharpness_initialiser_std(dim_model: int, sharpness: Number, input_variance:
     >>> sharpness_initialiser_std(4, 1.0).item()
     0.5
     """
-    x = number(sharpness)
-    require(x > 0, f"sharpness must be positive; got {x}.")
-    return torch.sqrt(x / (dim_model * number(input_variance)))
+    return torch.sqrt(above_zero("sharpness", sharpness) / (dim_model * number(input_variance)))

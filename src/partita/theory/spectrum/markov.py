@@ -123,9 +123,7 @@ def leading_eigenvalues(
         basis, images, block = torch.cat([basis, block], 1), torch.cat([images, image], 1), image
     values = torch.linalg.eigvals(basis.T @ images)
     order = values.abs().argsort(descending=True)[:k]
-    out = torch.zeros(k, dtype=values.dtype, device=values.device)
-    out[: len(order)] = values[order]
-    return out
+    return torch.nn.functional.pad(values[order], (0, k - len(order)))
 
 
 def spectral_gap(gibbs: Gibbs, *, steps: int = 12, generator: torch.Generator | None = None) -> Tensor:  # ()
@@ -194,8 +192,7 @@ def _new_directions(basis: Tensor, block: Tensor) -> Tensor:  # (n, m), (n, b) -
         block = block - basis @ (basis.T @ block)
     q, r = torch.linalg.qr(block)
     fresh: Tensor = q[:, r.diagonal().abs() > 1e-10]
-    fresh = fresh - basis @ (basis.T @ fresh)
-    return fresh
+    return fresh - basis @ (basis.T @ fresh)
 
 
 def _square(gibbs: Gibbs) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 from partita.gibbs import Gibbs
 from partita.support import Support
 from partita.theory._domain import Number
+from partita.theory.information.entropy import entropy_of
 from partita.theory.information.streaming import collision_log_mass
 from partita.theory.spectrum.markov import singular_value
 
@@ -33,8 +34,7 @@ def effective_rank(matrix: Tensor) -> Tensor:  # (..., m, n) -> (...)
     tensor(3.)
     """
     s: Tensor = torch.linalg.svdvals(matrix)
-    r = s / s.sum(-1, keepdim=True)
-    return torch.exp(-torch.xlogy(r, r).sum(-1))
+    return entropy_of(s / s.sum(-1, keepdim=True)).exp()
 
 
 def stable_rank(matrix: Tensor) -> Tensor:  # (..., m, n) -> (...)
@@ -101,8 +101,7 @@ def von_neumann_entropy(matrix: Tensor) -> Tensor:  # (..., m, n) -> (...)
     tensor(1.3863)
     """
     q: Tensor = torch.linalg.svdvals(matrix).square()
-    q = q / q.sum(-1, keepdim=True)
-    return -torch.xlogy(q, q).sum(-1)
+    return entropy_of(q / q.sum(-1, keepdim=True))
 
 
 def eigenvalue_entropy(matrix: Tensor) -> Tensor:  # (..., n, n) -> (...) complex
