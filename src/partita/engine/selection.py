@@ -139,8 +139,4 @@ def chosen_scores(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
     bias = None
     if request.bias is not None:
         bias = request.bias.expand(*batch, n, request.n_key).gather(-1, index).to(score.dtype)
-    if request.softcap is not None:
-        before, bias = (bias, None) if request.cap_bias else (None, bias)
-        score = request.softcap * torch.tanh((score if before is None else score + before) / request.softcap)
-    out: Tensor = score if bias is None else score + bias
-    return out
+    return request.capped(score, bias)[0]
