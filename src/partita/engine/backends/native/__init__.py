@@ -24,7 +24,7 @@ from partita.engine.backends.protocol import Backend, BothWays, Divergences, Gra
 from partita.engine.backends.tiled import pair
 from partita.engine.divergences import Record
 from partita.engine.request import Request
-from partita.engine.sums import OPERANDS, Sums, Upstream
+from partita.engine.sums import Sums, Upstream
 from partita.engine.terms import Term
 
 __all__ = ["BACKEND", "backward", "forward", "why_not"]
@@ -65,21 +65,16 @@ def _forward(r: Request) -> Sums | None:
 
 
 def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+    query, key, value, scale, bias = needs
+    upstream, wanted = (g.mass, g.first, g.second, g.moment, g.target), (query, key, value, scale, bias)
+
     def one(part: Request) -> dict[str, Tensor] | None:
-        return _backward(part, peak, g, needs)
+        made = reduce.reduce_backward(*_operands(part), peak, *upstream, wanted)
+        return None if made is None else {name: x for name, x in made._asdict().items() if x is not None}
 
     found = parts(request) if len(request.terms) > 1 else None
     grads = one(request) if found is None else backward_parts(found, one)
     return tiled.backward(request, peak, g, needs) if grads is None else grads
-
-
-def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor] | None:
-    query, key, value, scale, bias = needs
-    wanted = (query, key, value, scale, bias)
-    found = reduce.reduce_backward(*_operands(r), peak, g.mass, g.first, g.second, g.moment, g.target, wanted)
-    if found is None:
-        return None
-    return {name: grad for name, grad in zip(OPERANDS, found, strict=True) if grad is not None}
 
 
 # ---- kernels of its own ---------------------------------------------------------------------------------------------

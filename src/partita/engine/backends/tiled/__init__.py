@@ -189,9 +189,9 @@ Tiles = Iterator[tuple[slice, Tensor]]  # columns and their scores
 
 
 @torch.no_grad()
-def score_tiles(request: Request) -> Iterator[tuple[slice, Tiles]]:
+def score_tiles(request: Request, *, whole: bool = False) -> Iterator[tuple[slice, Tiles]]:
     """For each row tile its rows, and an iterator of (columns, scores) tiles; -inf is not visible."""
-    clean, grid = Clean.of(request), Grid(request, choose_tile(request))
+    clean, grid = Clean.of(request), Grid(request, choose_tile(request, whole))
     for index, rows in enumerate(grid.rows):
 
         def tiles(index: int = index, rows: slice = rows) -> Tiles:

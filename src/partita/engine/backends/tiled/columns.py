@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita.engine.backends.tiled.grid import Grid, choose_tile
-from partita.engine.backends.tiled.tile import Clean, scores
+from partita.engine.backends.tiled import score_tiles
 from partita.engine.request import Request
 from partita.engine.state import centre
 
@@ -21,13 +20,11 @@ def column_sums(
 
     A row gives nothing to a key it does not see, whatever else is in it: not even its nan.
     """
-    clean, grid = Clean.of(request), Grid(request, choose_tile(request, whole))
     level = peak.to(request.dtype)
     total = weight.new_zeros((*request.batch, request.n_key))
-    for index, rows in enumerate(grid.rows):
+    for rows, tiles in score_tiles(request, whole=whole):
         own = weight[..., rows, None]
-        for cols, mask in grid.visit(index):
-            s, _, _ = scores(clean, clean.operands(rows, cols), rows, cols, mask)
+        for cols, s in tiles:
             given = torch.where(s.isneginf(), torch.zeros_like(s), own * centre(s, level[..., rows])[1])
             total[..., cols] += given.sum(-2)
     return total.sum(-2, keepdim=True) if shared else total
