@@ -31,8 +31,8 @@ def apart(terms: Sequence[Term], n_query: int, n_key: int, device: torch.device)
     """Terms that show the same keys, each to a row at most once; None if two of them are no plain intervals."""
     if len(terms) < 2:
         return tuple(terms)
-    plain = [term for term in terms if _is_interval(term)]
-    others = [term for term in terms if not _is_interval(term)]
+    plain = [term for term in terms if term.is_interval]
+    others = [term for term in terms if not term.is_interval]
     if len(others) > 1:
         return None
     zero = torch.zeros(n_query, dtype=torch.int32, device=device)
@@ -54,10 +54,6 @@ def apart(terms: Sequence[Term], n_query: int, n_key: int, device: torch.device)
 
 def _columns(start: Tensor, stop: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(start.unbind(-1), stop.unbind(-1), strict=True)
-
-
-def _is_interval(term: Term) -> bool:
-    return term.query_segment is None and term.mask is None and not term.hole
 
 
 def _interval(start: Tensor, stop: Tensor) -> Term:

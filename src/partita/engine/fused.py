@@ -17,7 +17,6 @@ from torch import Tensor
 
 from partita.engine.backends.protocol import Backend, Divergences
 from partita.engine.request import Request
-from partita.engine.sums import OPERANDS
 
 __all__ = ["BothWaysNll", "WeightedDivergence", "WeightedNll", "recomputed"]
 
@@ -134,7 +133,7 @@ class BothWaysNll(torch.autograd.Function):
             found = ctx.backend.both_ways.backward(request, sums, g, needs)
         if found is None:
             return (None, None, None, *recomputed(ctx.again, ctx.saved_tensors, (), g))
-        return (None, None, None, *(found.get(name) for name in OPERANDS if name in ("query", "key", "scale")))
+        return (None, None, None, *(found.get(name) for name in ("query", "key", "scale")))
 
 
 def recomputed(

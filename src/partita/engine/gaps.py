@@ -58,9 +58,7 @@ def _gaps(request: Request, edges: Tensor, kernels: bool = True) -> Tensor:
     if not len(edges):
         return torch.zeros((*request.batch, request.n_query, 0), dtype=torch.int64, device=request.query.device)
     twice = zip(tiled.score_tiles(request), tiled.score_tiles(request), strict=True)
-    parts = [_count(request, rows, first, again, edges) for (rows, first), (_, again) in twice]
-    none = torch.zeros((*request.batch, 0, len(edges)), dtype=torch.int64, device=request.query.device)
-    return torch.cat([none, *parts], -2)
+    return torch.cat([_count(request, rows, first, again, edges) for (rows, first), (_, again) in twice], -2)
 
 
 def _count(request: Request, rows: slice, first: tiled.Tiles, again: tiled.Tiles, edges: Tensor) -> Tensor:

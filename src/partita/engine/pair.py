@@ -12,8 +12,6 @@ from torch import Tensor, library
 from partita._checks import broadcast
 from partita.engine import backends
 from partita.engine.autograd import Plan, known_signature
-from partita.engine.backends.protocol import Divergences
-from partita.engine.backends.tiled import pair as tiles
 from partita.engine.divergences import Record
 from partita.engine.request import Request
 from partita.engine.sums import OPERANDS
@@ -74,15 +72,11 @@ class Question:
         return Question((plans[0], plans[1]), kind, beta, len(tensors[0])), (*tensors[0], *tensors[1])
 
 
-def _kernels(p: Request, q: Request, backend: str) -> Divergences:
-    """Those of the backend that serves both, or the tiled ones."""
-    return backends.choose(p, backend, q).divergences or Divergences(tiles.divergence, tiles.divergence_backward)
-
-
 def _forward(ask: Question, requests: tuple[Request, Request]) -> Tensor:  # (6, *b, Q)
     p, q = requests
     with no_autocast(p.query), torch.no_grad():
-        return torch.stack(_kernels(p, q, ask.plans[0].backend).forward(p, q, ask.kind, ask.beta))
+        kernels = backends.choose(p, ask.plans[0].backend, q).divergences
+        return torch.stack(kernels.forward(p, q, ask.kind, ask.beta))
 
 
 def _backward(ask: Question, tensors: Tensors, record: Tensor, g: Tensor, needs: Sequence[bool]) -> list[Tensor]:
@@ -91,7 +85,7 @@ def _backward(ask: Question, tensors: Tensors, record: Tensor, g: Tensor, needs:
     half = len(OPERANDS)
     wanted = (tuple(needs[:half]), tuple(needs[half:]))
     with no_autocast(p.query), torch.no_grad():
-        kernels = _kernels(p, q, ask.plans[0].backend)
+        kernels = backends.choose(p, ask.plans[0].backend, q).divergences
         found = kernels.backward(p, q, ask.kind, ask.beta, Record(*record.unbind()), g, wanted)
     return [
         found[side][name].to(t.dtype)

@@ -126,12 +126,7 @@ def written_out(request: Request) -> Request:
     r = request
     if r.pairs is None:
         return r
-    s = r.pairs(r.query.to(r.dtype), r.key.to(r.dtype)) * r.scale[..., None]
-    if r.softcap is not None:
-        before = r.bias if r.cap_bias and r.bias is not None else 0.0
-        s = r.softcap * torch.tanh((s + before) / r.softcap)
-    if r.bias is not None and not (r.cap_bias and r.softcap is not None):
-        s = s + r.bias
+    s, _ = r.capped(r.pairs(r.query.to(r.dtype), r.key.to(r.dtype)) * r.scale[..., None], r.bias)
     if r.bias is not None:
         s = torch.where(r.bias == -torch.inf, -torch.inf, s)
     return replace(

@@ -17,7 +17,6 @@ from torch import Tensor, library
 
 from partita.engine import backends
 from partita.engine.autograd import Gradients, Pass, Plan, assemble, gradients, known_signature, reduce
-from partita.engine.backends.tiled.columns import column_sums
 from partita.engine.request import Request
 from partita.engine.state import divided, raw_gradients
 from partita.engine.sums import OPERANDS
@@ -35,8 +34,7 @@ library.define(
 def columns(request: Request, backend: str, peak: Tensor, weight: Tensor, shared: bool) -> Tensor:  # (*b, K)
     """sum_i weight_i exp(s_ij - peak_i) by a backend, without a graph."""
     with no_autocast(request.query), torch.no_grad():
-        kernel = backends.choose(request, backend).column_sums or column_sums
-        return kernel(request, peak, weight, shared)
+        return backends.choose(request, backend).column_sums(request, peak, weight, shared)
 
 
 def _request(arguments: Sequence[Any]) -> Request:

@@ -87,6 +87,15 @@ class Request(Sides):
         query, key, scale = align(self.query, n_batch, 2), align(self.key, n_batch, 2), align(self.scale, n_batch, 1)
         return replace(self, query=query, key=key, scale=scale, bias=bias, terms=terms)
 
+    def capped(self, products: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Scores from scaled products, softcap(s) + bias or softcap(s + bias); and the tanh in them, if there is."""
+        if self.softcap is None:
+            return products if bias is None else products + bias, None
+        before, after = (bias, None) if self.cap_bias else (None, bias)
+        t = torch.tanh((products if before is None else products + before) / self.softcap)
+        s = self.softcap * t
+        return s if after is None else s + after, t
+
     def visible(self) -> Tensor:  # (*b, Q), accumulation dtype
         """Keys each row may see, before any pass: closed form for supports; a bias of -inf is looked at."""
         terms = self.terms
@@ -260,21 +269,11 @@ def _groups(query: Tensor, key: Tensor) -> int:
 
 def _split_heads(request: Request, groups: int) -> Request:
     """The head dimension of size heads (or 1) becomes (key heads, groups) (or (1, 1))."""
-
-    def split(tensor: Tensor | None, tail: int) -> Tensor | None:
-        return None if tensor is None else split_heads(tensor, tail, groups)
-
-    scale = split(request.scale, 1)
-    query = split(request.query, 2)
-    assert scale is not None
-    assert query is not None
     return replace(
         request,
-        query=query,
+        query=split_heads(request.query, 2, groups),
         key=request.key.unsqueeze(-3),
-        value=None if request.value is None else request.value.unsqueeze(-3),
-        scale=scale,
-        bias=split(request.bias, 2),
-        target=split(request.target, 1),
+        scale=split_heads(request.scale, 1, groups),
+        bias=None if request.bias is None else split_heads(request.bias, 2, groups),
         terms=tuple(term.split_heads(groups) for term in request.terms),
     )

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from partita.engine import autograd, backends
-from partita.engine.backends.protocol import Divergences
-from partita.engine.backends.tiled import pair as tiles
 from partita.engine.divergences import Record
 from partita.engine.fused import recomputed
 from partita.engine.pairs import parameter_names
@@ -132,7 +130,7 @@ class ScoredDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, p: Request, q: Request, kind: str, beta: float, cut: int, *operands: Tensor | None) -> Tensor:
         with no_autocast(p.query), torch.no_grad():
-            record = _kernels(p, q).forward(p, q, kind, beta)
+            record = backends.choose(p, "", q).divergences.forward(p, q, kind, beta)
         ctx.save_for_backward(*operands, *record)
         ctx.asked = tuple(replace(r, **_no_tensors(r)) for r in (p, q)), kind, beta, cut
         return record.divergence(kind)
@@ -146,10 +144,7 @@ class ScoredDivergence(torch.autograd.Function):
         p, q = with_operands(one, operands[:cut]), with_operands(other, operands[cut:])
         needs = ctx.needs_input_grad[5:]
         with no_autocast(p.query), torch.no_grad():
-            found = _kernels(p, q).backward(p, q, kind, beta, record, g, (needs[:cut], needs[cut:]))
+            kernels = backends.choose(p, "", q).divergences
+            found = kernels.backward(p, q, kind, beta, record, g, (needs[:cut], needs[cut:]))
         grads = [_in_order(total, part) for total, part in zip(found, (operands[:cut], operands[cut:]), strict=True)]
         return (None, None, None, None, None, *grads[0], *grads[1])
-
-
-def _kernels(p: Request, q: Request) -> Divergences:
-    return backends.choose(p, "", q).divergences or Divergences(tiles.divergence, tiles.divergence_backward)

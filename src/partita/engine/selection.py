@@ -54,8 +54,8 @@ def _top(request: Request, k: int, kernels: bool = True) -> tuple[Tensor, Tensor
     if known is not None:
         return known
     found = [_top_rows(request, rows, tiles, k) for rows, tiles in tiled.score_tiles(request)]
-    score = _rows_cat([s for s, _ in found], request, request.dtype, k)
-    return score, _rows_cat([i for _, i in found], request, torch.int64, k)
+    score, index = zip(*found, strict=True)
+    return torch.cat(score, -2), torch.cat(index, -2)
 
 
 def _top_rows(request: Request, rows: slice, tiles: tiled.Tiles, k: int) -> tuple[Tensor, Tensor]:
@@ -83,13 +83,7 @@ def _sample(request: Request, generator: torch.Generator | None) -> Tensor:
             best = torch.where(better, top, best)
             index = torch.where(better, at + cols.start, index)
         parts.append(index)
-    return _rows_cat(parts, request, torch.int64)
-
-
-def _rows_cat(parts: list[Tensor], request: Request, dtype: torch.dtype, *tail: int) -> Tensor:
-    if not parts:
-        return torch.zeros((*request.batch, 0, *tail), dtype=dtype, device=request.query.device)
-    return torch.cat(parts, -1 - len(tail))
+    return torch.cat(parts, -1)
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -145,8 +139,4 @@ def chosen_scores(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
     bias = None
     if request.bias is not None:
         bias = request.bias.expand(*batch, n, request.n_key).gather(-1, index).to(score.dtype)
-    if request.softcap is not None:
-        before, bias = (bias, None) if request.cap_bias else (None, bias)
-        score = request.softcap * torch.tanh((score if before is None else score + before) / request.softcap)
-    out: Tensor = score if bias is None else score + bias
-    return out
+    return request.capped(score, bias)[0]

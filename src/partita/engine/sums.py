@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from partita.engine.state import State, Stats, filled
+
+if TYPE_CHECKING:
+    from partita.engine.request import Request
 
 __all__ = ["OPERANDS", "Sums", "Upstream"]
 
@@ -57,6 +60,15 @@ class Sums(NamedTuple):
         )
         peak = self.peak.to(self.mass.dtype) if known is None else known.max_score
         return State(peak, self.mass, first, spread, self.count, self.moment, known)
+
+    def answering(self, request: Request) -> Sums:
+        """All sums as what was asked for: statistics or none, the mean value or its moment, whose memory it takes."""
+        state, found = self.state, self
+        if request.mean and state.moment is not None:
+            found = found._replace(moment=None, mean=state.expectation(consume=True))
+        if not request.statistics:
+            return found._replace(first=None, spread=None)
+        return found._replace(statistics=torch.stack(state.stats()[:5]))
 
     def without_variance(self) -> Sums:
         """The same where only the entropy was asked for: no spread, and nan in the place of the variance."""

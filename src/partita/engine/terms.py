@@ -44,6 +44,11 @@ class Term:
         return not self.hole and all(getattr(self, slot) is None for slot in _SLOTS)
 
     @property
+    def is_interval(self) -> bool:
+        """Whether start and stop say it all."""
+        return self.query_segment is None and self.mask is None and not self.hole
+
+    @property
     def batch(self) -> tuple[int, ...]:
         """The common batch dimensions of its tensors."""
         return broadcast(*(t.shape[: -_TAIL[slot]] for slot in _SLOTS if (t := getattr(self, slot)) is not None))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from contextvars import ContextVar, Token
+from functools import partial
 from types import TracebackType
 from typing import overload
 
@@ -32,18 +33,18 @@ TABLE = {
             tiled.always,
             tiled.forward,
             tiled.backward,
-            column_sums=columns.column_sums,
-            divergences=Divergences(pair.divergence, pair.divergence_backward),
             pairs=True,
         ),
         Backend(
             "dense",
             "but holds every score at once",
             tiled.always,
-            tiled.forward_whole,
-            tiled.backward_whole,
-            column_sums=columns.column_sums_whole,
-            divergences=Divergences(pair.divergence_whole, pair.divergence_backward_whole),
+            partial(tiled.forward, whole=True),
+            partial(tiled.backward, whole=True),
+            column_sums=partial(columns.column_sums, whole=True),
+            divergences=Divergences(
+                partial(pair.divergence, whole=True), partial(pair.divergence_backward, whole=True)
+            ),
             pairs=True,
         ),
     )

@@ -16,17 +16,12 @@ _LARGEST_MASK = 1 << 25  # bytes; a union of supports up to this size is written
 
 def too_large(request: Request) -> str | None:
     """None, or why the support of this request is not made into one term."""
-    if len(request.terms) > 1 and parts(request) is None and _union_bytes(request) > _LARGEST_MASK:
+    if len(request.terms) < 2 or parts(request) is not None:
+        return None
+    written_out = math.prod(broadcast(*(term.batch for term in request.terms))) * request.n_query * request.n_key
+    if written_out > _LARGEST_MASK:
         return "the support is a large union (|): only the tiled backend serves it without writing the mask out"
     return None
-
-
-def _union_bytes(request: Request) -> int:
-    """The size of the mask that says what any of the terms shows."""
-    rows = [t for term in request.terms for t in (term.start, term.stop, term.query_segment, term.key_segment)]
-    shapes = [t.shape[:-1] for t in rows if t is not None]
-    shapes += [term.mask.shape[:-2] for term in request.terms if term.mask is not None]
-    return math.prod(broadcast(*shapes)) * request.n_query * request.n_key
 
 
 def one_term(request: Request) -> Term | None:
@@ -35,7 +30,4 @@ def one_term(request: Request) -> Term | None:
         return request.terms[0] if request.terms else None
     whole = slice(0, request.n_query), slice(0, request.n_key)
     shown = window_mask(request.terms, *whole, request.query.device)
-    if shown is None:
-        return None
-    lead = [1] * (request.query.dim() - shown.dim())
-    return Term(mask=shown.view(*lead, *shown.shape))
+    return None if shown is None else Term(mask=shown).align(request.query.dim() - 2)

@@ -26,15 +26,8 @@ def parts(request: Request) -> tuple[Request, ...] | None:
     found = apart(request.terms, request.n_query, request.n_key, request.query.device)
     if found is None:
         return None
-    shown = tuple(term for term in found if _shows_anything(term, request.n_key))
+    shown = [t for t in found if t.start is None or t.stop is None or bool((t.start < t.stop).any())]
     return tuple(replace(request, terms=(term,), mean=False, as_query=False, last=False) for term in shown or found[:1])
-
-
-def _shows_anything(term: object, n_key: int) -> bool:
-    start, stop = getattr(term, "start", None), getattr(term, "stop", None)
-    if start is None or stop is None:
-        return True
-    return bool((start < stop).any())
 
 
 def forward_parts(request: Request, found: Sequence[Request], forward: Callable[[Request], Sums | None]) -> Sums | None:
@@ -53,10 +46,7 @@ def forward_parts(request: Request, found: Sequence[Request], forward: Callable[
         if sums.target_score is not None:  # -inf in the parts that do not show the target
             score = sums.target_score if score is None else torch.maximum(score, sums.target_score)
     assert total is not None
-    known = replace(total, peak=total.peak.to(total.mass.dtype)).stats() if request.statistics else None
-    mean = total.expectation() if request.mean and request.value is not None else None
-    merged = Sums.of(replace(total, moment=None if request.mean else total.moment, known=known), score, mean=mean)
-    return merged if request.statistics else merged._replace(first=None, spread=None)
+    return Sums.of(total, score).answering(request)
 
 
 def backward_parts(

@@ -1,4 +1,8 @@
-"""What a backend is: a pass and its gradients, and kernels it may offer besides."""
+"""What a backend is: a pass and its gradients, and kernels it may offer besides.
+
+No pass gives the sums of columns or the divergences of two requests: there the tiled kernels are the definition, and
+serve where a backend has none of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from partita.engine.backends.tiled import columns, pair
 from partita.engine.divergences import Record
 from partita.engine.request import Request
 from partita.engine.state import Stats
@@ -58,8 +63,8 @@ class Backend:
     weighted_nll: Callable[[Request, Tensor, Needs], tuple[Tensor, Gradients] | None] | None = None
     both_ways: BothWays | None = None
     # sum_i weight_i exp(s_ij - peak_i) of every key: request, peak, weight, whether groups of queries share the keys
-    column_sums: Callable[[Request, Tensor, Tensor, bool], Tensor] | None = None
-    divergences: Divergences | None = None
+    column_sums: Callable[[Request, Tensor, Tensor, bool], Tensor] = columns.column_sums
+    divergences: Divergences = Divergences(pair.divergence, pair.divergence_backward)
     # the k best scores of every row and their keys, in falling order; None where it has no kernel
     top: Callable[[Request, int], tuple[Tensor, Tensor] | None] | None = None
     # how many keys score within each edge (1-D, any order) of their row's largest; None where it has no kernel

@@ -6,31 +6,25 @@ a masked place may have leaked there (0 * nan), and only the careful backend can
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from partita._checks import broadcast
 from partita.engine.backends import tiled
 from partita.engine.backends.native import library, losses, reduce
-from partita.engine.backends.native.divergence import Operands
-from partita.engine.backends.native.divergence import divergence as pair_divergence
-from partita.engine.backends.native.gaps import gaps as near
+from partita.engine.backends.native.divergence import weighted_divergence
 from partita.engine.backends.native.plain_attention import attention
-from partita.engine.backends.native.received import received
+from partita.engine.backends.native.scans import column_sums, gaps, top
 from partita.engine.backends.native.statistics import accumulate, accumulate_attention
-from partita.engine.backends.native.top import LARGEST
-from partita.engine.backends.native.top import top as best
-from partita.engine.backends.one_term import one_term, too_large
+from partita.engine.backends.native.support import terms
+from partita.engine.backends.one_term import too_large
 from partita.engine.backends.parts import backward_parts, forward_parts, parts
 from partita.engine.backends.protocol import Backend, BothWays, Divergences, Gradients, Needs
-from partita.engine.backends.tiled import columns, pair
+from partita.engine.backends.tiled import pair
 from partita.engine.divergences import Record
 from partita.engine.request import Request
-from partita.engine.sums import OPERANDS, Sums, Upstream
+from partita.engine.sums import Sums, Upstream
 from partita.engine.terms import Term
 
 __all__ = ["BACKEND", "backward", "forward", "why_not"]
@@ -45,30 +39,11 @@ def why_not(request: Request) -> str | None:
     return too_large(request) or library.why_not()
 
 
-def _terms(request: Request) -> tuple[Term, ...]:
-    """What the library knows: at most one term, with segment ids in int32; large ids are relabelled by their rank."""
-    term = one_term(request)
-    if term is None:
-        return ()
-    query, key = term.query_segment, term.key_segment
-    if query is not None and key is not None:
-        if not (_small(query) and _small(key)):
-            labels = torch.unique(torch.cat([query.reshape(-1), key.reshape(-1)]))
-            query, key = torch.searchsorted(labels, query), torch.searchsorted(labels, key)
-        term = replace(term, query_segment=query.to(torch.int32), key_segment=key.to(torch.int32))
-    return (term,)
-
-
-def _small(ids: Tensor) -> bool:
-    limit = torch.iinfo(torch.int32)
-    return not ids.numel() or (int(ids.min()) >= limit.min and int(ids.max()) <= limit.max)
-
-
 def _operands(
     r: Request,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, tuple[Term, ...], float | None]:
     """What both directions hand over, in the library's order."""
-    return r.query, r.key, r.value, r.scale, r.bias, r.target, _terms(r), r.softcap
+    return r.query, r.key, r.value, r.scale, r.bias, r.target, terms(r), r.softcap
 
 
 def forward(request: Request) -> Sums:
@@ -90,21 +65,16 @@ def _forward(r: Request) -> Sums | None:
 
 
 def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+    query, key, value, scale, bias = needs
+    upstream, wanted = (g.mass, g.first, g.second, g.moment, g.target), (query, key, value, scale, bias)
+
     def one(part: Request) -> dict[str, Tensor] | None:
-        return _backward(part, peak, g, needs)
+        made = reduce.reduce_backward(*_operands(part), peak, *upstream, wanted)
+        return None if made is None else {name: x for name, x in made._asdict().items() if x is not None}
 
     found = parts(request) if len(request.terms) > 1 else None
     grads = one(request) if found is None else backward_parts(found, one)
     return tiled.backward(request, peak, g, needs) if grads is None else grads
-
-
-def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor] | None:
-    query, key, value, scale, bias = needs
-    wanted = (query, key, value, scale, bias)
-    found = reduce.reduce_backward(*_operands(r), peak, g.mass, g.first, g.second, g.moment, g.target, wanted)
-    if found is None:
-        return None
-    return {name: grad for name, grad in zip(OPERANDS, found, strict=True) if grad is not None}
 
 
 # ---- kernels of its own ---------------------------------------------------------------------------------------------
@@ -129,11 +99,7 @@ def weighted_nll(request: Request, weight: Tensor, needs: Sequence[bool]) -> tup
     if found is None:
         return None
     sums, made = found
-    grads: dict[str, Tensor] = {}
-    if made.query is not None:
-        grads["query"] = made.query
-    if made.key is not None:
-        grads["key"] = made.key
+    grads = {name: grad for name, grad in made._asdict().items() if grad is not None}
     if made.scale is not None:
         grads["scale"] = made.scale.sum_to_size(r.scale.shape)
     if made.bias is not None and r.bias is not None:
@@ -167,53 +133,8 @@ def both_ways_backward(
     return None if found is None else {name: x for name, x in found._asdict().items() if x is not None}
 
 
-def column_sums(request: Request, peak: Tensor, weight: Tensor, shared: bool) -> Tensor:
-    """What every key receives; terms that are apart add up."""
-    peak = peak.double().expand(*request.batch, request.n_query)
-    total: Tensor | None = None
-    for r in (parts(request) if len(request.terms) > 1 else None) or (request,):
-        found = received(r, _terms(r), peak, weight, shared)
-        if found is None:
-            return columns.column_sums(request, peak, weight, shared)
-        total = found if total is None else total + found
-    assert total is not None
-    return total
-
-
-def top(r: Request, k: int) -> tuple[Tensor, Tensor] | None:
-    """The k best scores of every row and their keys; None where that has no kernel."""
-    if k > LARGEST or too_large(replace(r, rank=True)):  # as where ranks are asked: parts do not add up
-        return None
-    return best(r, _terms(r), k)
-
-
-def gaps(r: Request, edges: Tensor) -> Tensor | None:
-    """Keys within each edge of their row's largest score; None where that has no kernel."""
-    if too_large(replace(r, rank=True)):  # parts have largest scores of their own
-        return None
-    return near(r, _terms(r), edges)
-
-
-_FEW = 32  # batch entries, which are gone through one by one
-_SMALL = 1 << 12  # scores of an entry that is not worth it where there are many
-
-
-def weighted_divergence(
-    p: Request, q: Request, kind: str, beta: float, weight: Tensor | None, needs: tuple[Needs, Needs]
-) -> tuple[Record, Gradients, Gradients] | None:
-    """The record of every row, and the gradients of their weighted sum; None where that has no kernel."""
-    batch = broadcast(p.batch, q.batch)
-    tiny = math.prod(batch) > _FEW and p.n_query * p.n_key < _SMALL
-    if tiny or p.softcap is not None or q.softcap is not None:
-        return None
-    terms = (r.terms if len(r.terms) > 1 else _terms(r) for r in (p, q))  # a union is written out for a chunk of rows
-    one, other = (Operands(r.query, r.key, r.scale, r.bias, t) for r, t in zip((p, q), terms, strict=True))
-    return pair_divergence(one, other, batch, kind, beta, weight, needs)
-
-
 def divergence(p: Request, q: Request, kind: str, beta: float) -> Record:
-    nothing = (False,) * len(OPERANDS)
-    found = weighted_divergence(p, q, kind, beta, None, (nothing, nothing))
+    found = weighted_divergence(p, q, kind, beta, None, ((), ()))
     return pair.divergence(p, q, kind, beta) if found is None else found[0]
 
 

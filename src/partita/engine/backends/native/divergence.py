@@ -10,35 +10,29 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from partita._checks import broadcast
+from partita.engine.axes import align
 from partita.engine.backends.native import layout, library
 from partita.engine.backends.native.losses import logits_of
 from partita.engine.backends.native.operands import CODES, CPU, pointer, sound
 from partita.engine.backends.native.workspace import workspace
+from partita.engine.backends.protocol import Gradients, Needs
 from partita.engine.divergences import KINDS, Record
+from partita.engine.request import Request
 from partita.engine.sums import OPERANDS
-from partita.engine.terms import Term, window_mask
+from partita.engine.terms import cut, window_mask
 
-__all__ = ["Operands", "divergence"]
+__all__ = ["weighted_divergence"]
 
 _CHUNK_BYTES = 16 << 20  # of both score matrices at a time, where a key is read once for all rows of a chunk
 _CACHED_BYTES = 2 << 20  # where all keys fit into a cache, so do the scores
 _SMALL_KEYS = 1 << 19  # bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """One distribution: as a request has them."""
-
-    query: Tensor  # (*b, Q, D)
-    key: Tensor  # (*b, K, D)
-    scale: Tensor  # (*b, Q or 1), accumulation dtype
-    bias: Tensor | None  # (*b, Q or 1, K or 1)
-    terms: tuple[Term, ...]
+_FEW = 32  # batch entries, which are gone through one by one
+_SMALL = 1 << 12  # scores of an entry that is not worth it where there are many
 
 
 def _entry(tensor: Tensor, at: tuple[int, ...]) -> Tensor:
@@ -49,7 +43,7 @@ def _entry(tensor: Tensor, at: tuple[int, ...]) -> Tensor:
 class _Side:
     """One distribution's numbers in the dtype of the sums, and its gradients."""
 
-    def __init__(self, x: Operands, batch: tuple[int, ...], needs: Sequence[bool], acc: torch.dtype):
+    def __init__(self, x: Request, batch: tuple[int, ...], needs: Needs, acc: torch.dtype):
         self.x = x
         self.key = sound(x.key, "key").to(acc)
         query = sound(x.query, "query").to(acc)
@@ -69,28 +63,29 @@ class _Side:
         self.toward = zeros(self.need["query"] or self.need["scale"], (*rows, query.shape[-1]))
         self.grad_key = zeros(self.need["key"], self.key.shape)
         self.grad_bias = zeros(self.need["bias"], () if x.bias is None else x.bias.shape)
-        term = x.terms[0] if len(x.terms) == 1 else None
-        by_interval = term is not None and term.mask is None and term.query_segment is None and not term.hole
-        self.start, self.stop = (term.start, term.stop) if term is not None and by_interval else (None, None)
+        by_interval = len(x.terms) == 1 and x.terms[0].is_interval
+        self.start, self.stop = (x.terms[0].start, x.terms[0].stop) if by_interval else (None, None)
         self.masked = bool(x.terms) and not by_interval
         self.by_class = self.bias is not None and self.bias.shape[-2] == 1 and self.bias.shape[-1] > 1
 
     def mask(self, rows: slice, n_key: int) -> Tensor | None:
-        """What a chunk of rows sees, where that is more than an interval."""
+        """What a chunk of rows sees, where that is more than an interval; a union is written out for it."""
         shown = window_mask(self.x.terms, rows, slice(0, n_key), torch.device(CPU)) if self.masked else None
         if shown is None:
             return None
-        shown = shown.view(*[1] * (self.query.dim() - shown.dim()), *shown.shape)
+        shown = align(shown, self.query.dim() - 2, 2)
         return shown.expand(*shown.shape[:-2], rows.stop - rows.start, n_key)
 
     def reach(self, at: tuple[int, ...], rows: slice, n_key: int) -> tuple[int, int]:
         """The first key that any of the rows sees, and one past the last."""
-        low = 0 if self.start is None else int(_rows(self.start, at, rows).min())
-        high = n_key if self.stop is None else int(_rows(self.stop, at, rows).max())
+        low = 0 if self.start is None else int(_entry(self.start, at)[rows].min())
+        high = n_key if self.stop is None else int(_entry(self.stop, at)[rows].max())
         return max(0, low), min(n_key, high)
 
     def interval(self, bound: Tensor | None, at: tuple[int, ...], rows: slice, first: int) -> Tensor | None:
-        return None if bound is None else (_rows(bound, at, rows) - first).to(torch.int32).contiguous()
+        if bound is None:
+            return None
+        return (_entry(bound, at)[rows] - first).to(torch.int32).expand(rows.stop - rows.start).contiguous()
 
     def class_bias(self, at: tuple[int, ...], keys: slice) -> Tensor | None:
         if self.bias is None or not self.by_class:
@@ -100,9 +95,7 @@ class _Side:
     def write_scores(self, at: tuple[int, ...], rows: slice, keys: slice, seen: Tensor | None, to: Tensor) -> None:
         logits_of(_entry(self.scaled, at)[rows].contiguous(), _entry(self.key, at)[keys], to)
         if self.bias is not None and not self.by_class:
-            own = _entry(self.bias, at)
-            own = own if own.shape[-2] == 1 else own[rows]
-            to += own if own.shape[-1] == 1 else own[:, keys]
+            to += cut(_entry(self.bias, at), rows, keys)
         if seen is not None:
             to.masked_fill_(~_entry(seen, at)[:, keys], -math.inf)
 
@@ -114,9 +107,7 @@ class _Side:
         if self.grad_key is not None:
             _entry(self.grad_key, at)[keys].addmm_(ds.t(), _entry(self.scaled, at)[rows])
         if self.grad_bias is not None:
-            own = _entry(self.grad_bias, at)
-            own = own if own.shape[-2] == 1 else own[rows]
-            own = own if own.shape[-1] == 1 else own[:, keys]
+            own = cut(_entry(self.grad_bias, at), rows, keys)
             own += ds.sum_to_size(own.shape)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -134,38 +125,29 @@ class _Side:
         return out
 
 
-def _rows(bound: Tensor, at: tuple[int, ...], rows: slice) -> Tensor:
-    own = _entry(bound, at)
-    return own if own.shape[-1] == 1 else own[rows]
-
-
-def divergence(
-    p: Operands,
-    q: Operands,
-    batch: tuple[int, ...],  # of the rows of both
+def weighted_divergence(
+    p: Request,
+    q: Request,
     kind: str,
     beta: float,
-    weight: Tensor | None,  # (*batch, Q), accumulation dtype; None: no gradients
-    needs: tuple[Sequence[bool], Sequence[bool]],
-    *,
-    chunk_bytes: int | None = None,
-) -> tuple[Record, dict[str, Tensor], dict[str, Tensor]] | None:
-    """The record of every row, and the gradients of sum_i weight_i divergence_i; None where one is not finite."""
-    acc = torch.float64 if p.query.dtype == torch.float64 else torch.float32
-    n_query, n_key = p.query.shape[-2], p.key.shape[-2]
+    weight: Tensor | None,  # (*b, Q), accumulation dtype; None: no gradients
+    needs: tuple[Needs, Needs],
+) -> tuple[Record, Gradients, Gradients] | None:
+    """The record of every row, and the gradients of sum_i weight_i divergence_i; None: no kernel, or one not finite."""
+    batch, n_query, n_key, acc = broadcast(p.batch, q.batch), p.n_query, p.n_key, p.dtype
+    tiny = math.prod(batch) > _FEW and n_query * n_key < _SMALL
+    if tiny or p.softcap is not None or q.softcap is not None:
+        return None
     nothing = (False,) * len(OPERANDS)
     sides = [_Side(x, batch, nothing if weight is None else n, acc) for x, n in zip((p, q), needs, strict=True)]
     record = torch.empty((6, *batch, n_query), dtype=acc, device=CPU)
     if not record.numel() or not n_key:
-        found = Record(*record.unbind())
-        for peak, other in ((found.peak, found.mass), (found.other_peak, found.other_mass)):
-            peak.fill_(-math.inf)
-            other.zero_()
-        found.first.zero_()
-        found.second.zero_()
+        found = Record(*record.zero_().unbind())
+        found.peak.fill_(-math.inf)
+        found.other_peak.fill_(-math.inf)
         return found, sides[0].gradients(), sides[1].gradients()
     keys_fit = max(side.key.shape[-1] for side in sides) * n_key * acc.itemsize <= _SMALL_KEYS
-    budget = chunk_bytes or (_CACHED_BYTES if keys_fit else _CHUNK_BYTES)
+    budget = _CACHED_BYTES if keys_fit else _CHUNK_BYTES
     chunks = min(n_query, max(1, -(-n_query * n_key * 2 * acc.itemsize // budget)))
     height = -(-n_query // chunks)
     given = None if weight is None else sound(weight, "weight").contiguous()
@@ -212,12 +194,11 @@ def _run(
     n, width = scores[0].shape
     bias = [side.class_bias(at, keys) for side in sides]
     bounds = [side.interval(b, at, rows, keys.start) for side in sides for b in (side.start, side.stop)]
-    spread = [None if b is None else b.expand(n).contiguous() for b in bounds]
     whole = math.prod(record.shape[1:])
     own = record.movedim(0, -1)[at][rows]
     packed = layout.DIVERGENCE_ROWS.pack(
         n, width, scores[0].stride(0), scores[1].stride(0), whole,
         CODES[record.dtype], torch.get_num_threads(), KINDS.index(kind), sides[0].any, sides[1].any, 0, beta,
-        *map(pointer, (*scores, *bias, *spread, weight, own)),
+        *map(pointer, (*scores, *bias, *bounds, weight, own)),
     )  # fmt: skip
     return library.run("divergence_rows", packed)

@@ -7,14 +7,15 @@ they fit. `dense` is the same loop with a single tile.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from partita.engine.backends.tiled.accumulator import Accumulator, view
 from partita.engine.backends.tiled.extremes import Extremes
-from partita.engine.backends.tiled.grid import Grid, single_tile, tile_shape
+from partita.engine.backends.tiled.grid import Grid, choose_tile, tile_shape
 from partita.engine.backends.tiled.tile import Clean, Operands, gradients, scores, sums
 from partita.engine.request import Request
 from partita.engine.state import State
@@ -24,9 +25,7 @@ from partita.engine.terms import window_mask
 __all__ = [
     "always",
     "backward",
-    "backward_whole",
     "forward",
-    "forward_whole",
     "score_tiles",
     "scores_whole",
     "second_order",
@@ -48,32 +47,26 @@ def _neutral(request: Request, n_query: int) -> State:
 
 
 @torch.no_grad()
-def forward(request: Request, *, shape: tuple[int, int] | None = None) -> Sums:
-    """State, target score and rank of every row."""
-    clean, grid = Clean.of(request), Grid(request, shape)
-    parts: list[tuple[State, Tensor | None, Tensor | None]] = []
-    ends: list[Extremes] = []
+def forward(request: Request, *, whole: bool = False) -> Sums:
+    """State, target score, rank and ends of every row; `whole`: in a single tile."""
+    clean, grid = Clean.of(request), Grid(request, choose_tile(request, whole))
+    parts: list[Sums] = []
     for index, rows in enumerate(grid.rows):
         state = _neutral(request, rows.stop - rows.start)
         target = None if request.target is None else torch.full_like(state.peak, -torch.inf)
-        end = Extremes(state.peak) if request.extremes else None
+        ends = Extremes(state.peak) if request.extremes else None
         for cols, mask in grid.visit(index):
             x = clean.operands(rows, cols)
             s, mask, _ = scores(clean, x, rows, cols, mask)
             if target is not None and request.target is not None:
                 target = _pick(s, request.target[..., rows], cols, target)
-            if end is not None:
-                end.add(s, cols.start)
+            if ends is not None:
+                ends.add(s, cols.start)
             state = state.merge(sums(clean, x, s, mask, cols))
         rank = _rank(clean, grid, index, target) if request.rank and target is not None else None
-        parts.append((state, target, rank))
-        ends += [] if end is None else [end]
-    found = _answer(request, *_stack(parts, request))
-    if not request.extremes:
-        return found
-    ends = ends or [Extremes(found.mass)]
-    least, places = (torch.cat([getattr(end, name) for end in ends], -1) for name in ("least", "places"))
-    return found._replace(least=least, places=places)
+        part = Sums.of(state, target, rank)
+        parts.append(part if ends is None else part._replace(least=ends.least, places=ends.places))
+    return _stack(parts).answering(request)
 
 
 def _pick(s: Tensor, target: Tensor, cols: slice, so_far: Tensor) -> Tensor:
@@ -98,33 +91,13 @@ def _rank(clean: Clean, grid: Grid, index: int, target_score: Tensor) -> Tensor:
     return rank
 
 
-def _stack(
-    parts: list[tuple[State, Tensor | None, Tensor | None]], request: Request
-) -> tuple[State, Tensor | None, Tensor | None]:
+def _stack(parts: Sequence[Sums]) -> Sums:
     """All row tiles together."""
-    if not parts:
-        empty = _neutral(request, 0)
-        none = None if request.target is None else empty.peak.clone()
-        return empty, none, torch.zeros_like(empty.peak, dtype=torch.int64) if request.rank else None
-
-    def rows(name: str) -> Tensor:
-        return torch.cat([getattr(state, name) for state, _, _ in parts], -1)
-
-    moments = [state.moment for state, _, _ in parts if state.moment is not None]
-    targets = [target for _, target, _ in parts if target is not None]
-    ranks = [rank for _, _, rank in parts if rank is not None]
-    moment = torch.cat(moments, -2) if moments else None
-    state = State(rows("peak"), rows("mass"), rows("first"), rows("spread"), rows("count"), moment)
-    return state, torch.cat(targets, -1) if targets else None, torch.cat(ranks, -1) if ranks else None
-
-
-def _answer(request: Request, state: State, target: Tensor | None, rank: Tensor | None) -> Sums:
-    """What was asked for: statistics or none, the mean value or its moment."""
-    known = state.stats() if request.statistics else None
-    mean = state.expectation(consume=True) if request.mean and request.value is not None else None
-    state = replace(state, moment=None if request.mean else state.moment, known=known)
-    found = Sums.of(state, target, rank, mean)
-    return found if request.statistics else found._replace(first=None, spread=None)
+    rows: dict[str, Any] = {}
+    for name in Sums._fields:
+        found = [x for part in parts if (x := getattr(part, name)) is not None]
+        rows[name] = torch.cat(found, -2 if name == "moment" else -1) if found else None
+    return Sums(**rows)
 
 
 def _upstream(g: Upstream, rows: slice) -> Upstream:
@@ -139,10 +112,10 @@ def _upstream(g: Upstream, rows: slice) -> Upstream:
 
 @torch.no_grad()
 def backward(
-    request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool], *, shape: tuple[int, int] | None = None
+    request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool], *, whole: bool = False
 ) -> dict[str, Tensor]:
     """Gradients of (query, key, value, scale, bias), as far as needed, in the accumulation dtype."""
-    clean, grid = Clean.of(request), Grid(request, shape)
+    clean, grid = Clean.of(request), Grid(request, choose_tile(request, whole))
     level = peak.to(request.dtype)
     total = Accumulator(request, needs)
     for index, rows in enumerate(grid.rows):
@@ -160,7 +133,7 @@ def second_order(
 
     With the peak held constant every sum over keys is a sum over tiles, so this too goes tile by tile.
     """
-    clean, grid = Clean.of(request), Grid(request)
+    clean, grid = Clean.of(request), Grid(request, choose_tile(request))
     level = peak.to(request.dtype)
     given = Operands(request.query, request.key, request.value, request.scale, request.bias)
     whole = {**_present(given), **{"g_" + name: t for name, t in _present(g).items()}}
@@ -209,19 +182,6 @@ def _present(group: Operands | Upstream) -> dict[str, Tensor]:
     return {f.name: t for f in fields(group) if isinstance(t := getattr(group, f.name), Tensor)}
 
 
-# ---- one tile -------------------------------------------------------------------------------------------------------
-
-
-def forward_whole(request: Request) -> Sums:
-    """`forward` in a single tile."""
-    return forward(request, shape=single_tile(request))
-
-
-def backward_whole(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
-    """`backward` in a single tile."""
-    return backward(request, peak, g, needs, shape=single_tile(request))
-
-
 # ---- the scores themselves ------------------------------------------------------------------------------------------
 
 
@@ -229,9 +189,9 @@ Tiles = Iterator[tuple[slice, Tensor]]  # columns and their scores
 
 
 @torch.no_grad()
-def score_tiles(request: Request) -> Iterator[tuple[slice, Tiles]]:
+def score_tiles(request: Request, *, whole: bool = False) -> Iterator[tuple[slice, Tiles]]:
     """For each row tile its rows, and an iterator of (columns, scores) tiles; -inf is not visible."""
-    clean, grid = Clean.of(request), Grid(request)
+    clean, grid = Clean.of(request), Grid(request, choose_tile(request, whole))
     for index, rows in enumerate(grid.rows):
 
         def tiles(index: int = index, rows: slice = rows) -> Tiles:

@@ -5,34 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from partita.engine.backends.tiled.grid import Grid, single_tile
-from partita.engine.backends.tiled.tile import Clean, scores
+from partita.engine.backends.tiled import score_tiles
 from partita.engine.request import Request
 from partita.engine.state import centre
 
-__all__ = ["column_sums", "column_sums_whole"]
+__all__ = ["column_sums"]
 
 
 @torch.no_grad()
 def column_sums(
-    request: Request, peak: Tensor, weight: Tensor, shared: bool, *, shape: tuple[int, int] | None = None
+    request: Request, peak: Tensor, weight: Tensor, shared: bool, *, whole: bool = False
 ) -> Tensor:  # (*b, K)
     """sum_i weight_i exp(s_ij - peak_i) of every key; `shared`: also over the last batch dimension, kept with size 1.
 
     A row gives nothing to a key it does not see, whatever else is in it: not even its nan.
     """
-    clean, grid = Clean.of(request), Grid(request, shape)
     level = peak.to(request.dtype)
     total = weight.new_zeros((*request.batch, request.n_key))
-    for index, rows in enumerate(grid.rows):
+    for rows, tiles in score_tiles(request, whole=whole):
         own = weight[..., rows, None]
-        for cols, mask in grid.visit(index):
-            s, _, _ = scores(clean, clean.operands(rows, cols), rows, cols, mask)
+        for cols, s in tiles:
             given = torch.where(s.isneginf(), torch.zeros_like(s), own * centre(s, level[..., rows])[1])
             total[..., cols] += given.sum(-2)
     return total.sum(-2, keepdim=True) if shared else total
-
-
-def column_sums_whole(request: Request, peak: Tensor, weight: Tensor, shared: bool) -> Tensor:
-    """The same in a single tile."""
-    return column_sums(request, peak, weight, shared, shape=single_tile(request))

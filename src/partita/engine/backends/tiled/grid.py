@@ -17,7 +17,7 @@ from partita._checks import check_positive
 from partita.engine.request import Request
 from partita.engine.terms import Term, cut, window_mask
 
-__all__ = ["Grid", "choose_tile", "single_tile", "tile_shape"]
+__all__ = ["Grid", "choose_tile", "tile_shape"]
 
 _forced: ContextVar[tuple[int, int] | None] = ContextVar("partita_tile_shape", default=None)
 _AREA = {"cpu": 1 << 18, "other": 1 << 24}  # scores held at a time
@@ -36,8 +36,10 @@ def tile_shape(rows: int, cols: int) -> Iterator[None]:
         _forced.reset(token)
 
 
-def choose_tile(request: Request) -> tuple[int, int]:
-    """Rows and columns of a tile: square for one head, flatter when many heads share the pass."""
+def choose_tile(request: Request, whole: bool = False) -> tuple[int, int]:
+    """Rows and columns of a tile: square for one head, flatter when many heads share the pass; `whole`: all of them."""
+    if whole:
+        return max(1, request.n_query), max(1, request.n_key)
     forced = _forced.get()
     if forced is not None:
         return forced
@@ -50,22 +52,17 @@ def choose_tile(request: Request) -> tuple[int, int]:
     return rows, cols
 
 
-def single_tile(request: Request) -> tuple[int, int]:
-    """A tile that holds every row and every key."""
-    return max(1, request.n_query), max(1, request.n_key)
-
-
 def _slices(n: int, step: int) -> list[slice]:
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
 class Grid:
-    """Tiles of one request."""
+    """Tiles of one request. Where there are no rows they are one tile of none, which sees nothing."""
 
-    def __init__(self, request: Request, shape: tuple[int, int] | None = None):
-        rows, cols = shape or choose_tile(request)
-        self.rows = _slices(request.n_query, rows)
-        self.cols = _slices(request.n_key, cols)
+    def __init__(self, request: Request, shape: tuple[int, int]):
+        rows, cols = shape
+        self.rows = _slices(request.n_query, rows) or [slice(0, 0)]
+        self.cols = _slices(request.n_key, cols) if request.n_query else []
         self._terms = request.terms
         self._device = request.query.device
         self._extents = [_Extent(term, self.rows, self.cols) for term in request.terms]

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from partita._checks import broadcast
 from partita.engine.backends.tiled.accumulator import Accumulator
-from partita.engine.backends.tiled.grid import Grid, choose_tile, single_tile
+from partita.engine.backends.tiled.grid import Grid, choose_tile
 from partita.engine.backends.tiled.tile import Clean, Operands, pulled_back, scores
 from partita.engine.divergences import Record, both_sides
 from partita.engine.request import Request
 from partita.engine.state import State, centre
 
-__all__ = ["divergence", "divergence_backward", "divergence_backward_whole", "divergence_whole"]
+__all__ = ["divergence", "divergence_backward"]
 
 
 class _Half(NamedTuple):
@@ -34,7 +34,7 @@ class _Sweep:
         self.requests = (p, q)
         rows = broadcast(p.batch, q.batch)
         wide = p if len(p.batch) == len(rows) and p.batch == rows else q
-        shape = single_tile(p) if whole else choose_tile(wide)
+        shape = choose_tile(wide, whole)
         self._clean = [Clean.of(r) for r in self.requests]
         self._grid = [Grid(r, shape) for r in self.requests]
         self.rows = self._grid[0].rows
@@ -138,21 +138,3 @@ def divergence_backward(
                     ds = up * (x - log_p.exp() * level)
                     total[side].add(sweep.gradient(side, half, ds), at, cols)
     return total[0].total, total[1].total
-
-
-def divergence_whole(p: Request, q: Request, kind: str, beta: float) -> Record:
-    """`divergence` in a single tile."""
-    return divergence(p, q, kind, beta, whole=True)
-
-
-def divergence_backward_whole(
-    p: Request,
-    q: Request,
-    kind: str,
-    beta: float,
-    record: Record,
-    g: Tensor,
-    needs: tuple[Sequence[bool], Sequence[bool]],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """`divergence_backward` in a single tile."""
-    return divergence_backward(p, q, kind, beta, record, g, needs, whole=True)

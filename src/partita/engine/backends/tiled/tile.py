@@ -134,19 +134,11 @@ def scores(
     clean: Clean, x: Operands, rows: slice, cols: slice, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scores of a tile (-inf where not visible), its final mask, and the slope of the softcap."""
-    cap = clean.request.softcap
-    s = clean.corrected(clean.products(x.query, x.key, x.scale), x.scale.detach(), rows, cols)
-    slope: Tensor | None = None
-    if cap is None:
-        s = s if x.bias is None else s + x.bias
-    else:
-        before = x.bias if clean.request.cap_bias else None
-        after = None if clean.request.cap_bias else x.bias
-        t = torch.tanh((s if before is None else s + before) / cap)
-        s, slope = cap * t, 1 - t * t
-        if clean.bad_query is not None or clean.bad_key is not None:
-            slope = slope.nan_to_num(0.0)  # of a place that is hidden, or whose score spoils its row anyway
-        s = s if after is None else s + after
+    products = clean.corrected(clean.products(x.query, x.key, x.scale), x.scale.detach(), rows, cols)
+    s, t = clean.request.capped(products, x.bias)
+    slope = None if t is None else 1 - t * t
+    if slope is not None and (clean.bad_query is not None or clean.bad_key is not None):
+        slope = slope.nan_to_num(0.0)  # of a place that is hidden, or whose score spoils its row anyway
     if x.bias is not None:
         shown = x.bias != -torch.inf
         mask = shown if mask is None else mask & shown
