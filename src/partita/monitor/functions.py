@@ -70,38 +70,32 @@ class FunctionMode(TorchFunctionMode):
 
     # ---- on and off, wherever it lies in the stack of modes ----------------------------------------------------------
 
-    def on(self) -> None:
-        _push_mode(self)
+    def on(self, above: int = 0) -> None:
+        """Put this mode into the thread's stack, below so many others."""
+        later = [_pop_mode() for _ in range(above)]
+        for mode in (self, *reversed(later)):
+            _push_mode(mode)
 
-    def off(self) -> bool:
-        """Take this mode out of the thread's stack; False where it was not in it."""
-        modes = _get_current_function_mode_stack()
-        if not any(mode is self for mode in modes):
-            return False
+    def off(self) -> int | None:
+        """Take this mode out of the thread's stack: how many lay above it, or None where it was not in it."""
+        if not any(mode is self for mode in _get_current_function_mode_stack()):
+            return None
         above = []
         while (top := _pop_mode()) is not self:
             above.append(top)
         for mode in reversed(above):
             _push_mode(mode)
-        return True
+        return len(above)
 
     @contextlib.contextmanager
     def without(self) -> Iterator[None]:
         """As if nobody watched: torch's fast paths ask whether any mode is on."""
-        modes = _get_current_function_mode_stack()
-        place = next((i for i, mode in enumerate(modes) if mode is self), None)
-        if place is None:
-            yield
-            return
-        above = len(modes) - place - 1
-        self.off()
+        above = self.off()
         try:
             yield
         finally:
-            later = [_pop_mode() for _ in range(above)]
-            _push_mode(self)
-            for mode in reversed(later):
-                _push_mode(mode)
+            if above is not None:
+                self.on(above)
 
     # ---- attention -------------------------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ class Watch(Reading):
         if name is None and all(part is not self.model for part in module.modules()):
             return self._pass_by(inner, module, args, kwargs)
         self._lacking = lacking
-        with compiled.uncompiled():
+        with torch.compiler.set_stance("force_eager"):
             if name is None:
                 return self._pass_by(inner, module, args, kwargs)
             return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
