@@ -80,8 +80,7 @@ def _received(call: Scores) -> tuple[Tensor, Tensor]:
     """(heads, n_key) sums over batch and rows, and the (heads) rows behind them: those that are real and see a key."""
     gibbs = call.gibbs()
     stats = gibbs.stats()
-    shape = (call.batch, call.heads, call.n_query)
-    live = (stats.visible.expand(shape) > 0) & stats.log_partition.expand(shape).isfinite()
+    live = (stats.visible.expand(call.shape) > 0) & stats.log_partition.expand(call.shape).isfinite()
     if call.keep is not None:
         live = live & call.keep[:, None, :]
     received = gibbs.received(live.to(stats.entropy.dtype))
@@ -97,7 +96,7 @@ def _per_query_head(call: Scores) -> Scores:
 
 def _alike(call: Scores) -> Scores:
     """The same rows, each seeing what it sees, with all scores 0."""
-    dense = call.mask if call.scores is None else call.scores
+    dense = call.dense
     seen = dense if dense is None or dense.dtype == torch.bool else dense > invisible(dense.dtype)
     heads = call.heads if call.support is not None or (seen is not None and seen.shape[1] > 1) else 1
     zero = torch.zeros(1, 1, 1, 1, device=call.first.device)
