@@ -115,3 +115,26 @@ def test_every_step_is_recorded_once_and_in_order() -> None:
             model(x)
     record = seen.finished()
     assert [(b.step, b.layer) for b in record.blocks] == [(s, i) for s in range(31) for i in range(2)]
+
+
+def test_a_later_step_leaves_the_numbers_of_an_earlier_one_alone() -> None:
+    """A token alone borrows the last close look; a whole input in the same step then takes one of its own."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(query, key, key)
+
+    def first_step(*, more: bool) -> list[list[float]]:
+        model, made = Attention().eval(), torch.Generator().manual_seed(0)
+        x, y = (torch.randn(1, 3, 16, 4, generator=made) for _ in range(2))
+        with partita.watch(model, critical=True) as seen:
+            seen.set_step(0)
+            model(x, x)
+            seen.set_step(1)
+            model(x[:, :, :1], x)
+            if more:
+                model(3 * y, y)
+        columns = ("sink_top", "sink_key", "twin", "twin_similarity", "critical")
+        return [[row[name] for name in columns] for row in seen.frame(pandas=False) if row["step"] == 0]
+
+    assert first_step(more=True) == first_step(more=False)

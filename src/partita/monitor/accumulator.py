@@ -149,11 +149,11 @@ class Accumulator:
         mass = probs.sum((0, 2), dtype=torch.float64) / rows.clamp(min=1)[:, None]  # (heads, n_key)
         top, index = mass.topk(min(5, mass.shape[-1]), -1)
         self.keys = torch.stack([index.double(), top], -1)
-        self.sampled[0] += rows
-        self.sampled[1] += rows * top[:, 0]
+        # out of place: what was borrowed belongs to an earlier step, which may not be finished
+        self.sampled = self.sampled + torch.stack([rows, rows * top[:, 0]])
         self.strongest = torch.where(rows > 0, index[:, 0].double(), self.strongest)
         centred = torch.where(probs > 0, probs - 1.0 / visible, 0.0).transpose(0, 1).reshape(self.heads, -1)
-        self.gram += centred @ centred.T
+        self.gram = self.gram + centred @ centred.T
         self._alike = None
 
     def borrow(self, other: Accumulator) -> None:

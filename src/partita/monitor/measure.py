@@ -93,7 +93,7 @@ def criticality(call: Scores, sums: Accumulator) -> None:
     if part.keep is not None:
         live = live & part.keep[:, None, :]
     found = torch.where(live, critical_scale(weights.double().log()), torch.nan)
-    sums.critical.append(found.transpose(0, 1).flatten(1))
+    sums.critical = [*sums.critical, found.transpose(0, 1).flatten(1)]
     if part.scores is None:
         scale = torch.as_tensor(part.scale, dtype=torch.float64, device=part.first.device).expand(part.shape)
         sums.scale = scale.mean((0, 2))
