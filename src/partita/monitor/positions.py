@@ -47,8 +47,8 @@ class Received:
         wrong += [Impossible(step, layer, int(h), "received", float(sums[h])) for h in bad.nonzero()[:, 0]]
         wide = -(-n // BINS)  # keys of a bin: as many in each but the last, or shares of bins would not compare
         bins, to_bin = -(-n // wide), torch.arange(n, device=share.device) // wide
-        pooled = torch.zeros(len(share), bins, dtype=share.dtype, device=share.device).index_add_(1, to_bin, share)
-        alike = torch.zeros(bins, dtype=share.dtype, device=share.device).index_add_(0, to_bin, self.alike)
+        pooled = share.new_zeros(len(share), bins).index_add_(1, to_bin, share)
+        alike = share.new_zeros(bins).index_add_(0, to_bin, self.alike)
         best, index = share.nan_to_num(0.0).topk(min(TOP, n), -1)
         shown, pairs = (known & ~bad).tolist(), zip(index.tolist(), best.tolist(), strict=True)
         top = [[[key, _digits(mass)] for key, mass in zip(*pair, strict=True)] for pair in pairs]
