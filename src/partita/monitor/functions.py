@@ -42,7 +42,7 @@ class FunctionMode(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
-        self._inside: tuple[int, bool] | None = None  # heads and cross of the MultiheadAttention being run
+        self._cross: bool | None = None  # of the MultiheadAttention being run, if one is
         self._by_hand: list[weakref.ref[Tensor]] = []  # softmaxes that may turn out to be attention
         products = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
         self.table: dict[Any, Callable[..., Any]] = {
@@ -100,16 +100,16 @@ class FunctionMode(TorchFunctionMode):
     # ---- attention -------------------------------------------------------------------------------------------------
 
     def _sdpa(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind, cross = ("sdpa", None) if self._inside is None else ("MultiheadAttention", self._inside[1])
+        kind = "sdpa" if self._cross is None else "MultiheadAttention"
         every = self.watch.options.rows is None and self.watch.options.layers is None and not self.watch.outside()
         served = kernel.serve(args, kwargs) if every and self.watch.kernel == "partita" else None
         out, stats = served if served is not None else (func(*args, **kwargs), None)
-        self.watch.guard(lambda: self.look_sdpa(named(args, kwargs), kind, cross, stats))
+        self.watch.guard_inside(lambda: self.look_sdpa(named(args, kwargs), kind, self._cross, stats))
         return out
 
     def look_sdpa(self, call: dict[str, Any], kind: str, cross: bool | None, stats: Any) -> None:
         query, key = call["query"], call["key"]
-        if self.watch.outside() or query.is_nested:
+        if query.is_nested:
             return
         scale = 1.0 / math.sqrt(query.shape[-1]) if call.get("scale") is None else call["scale"]
         mask, causal = call.get("attn_mask"), call.get("is_causal", False)
@@ -127,15 +127,15 @@ class FunctionMode(TorchFunctionMode):
 
         def softmax(inner: Callable[..., Any], scores: Tensor, *a: Any, **k: Any) -> Any:
             out = inner(scores, *a, **k)
-            self.watch.guard(lambda: self.look_scores(scores, heads, "MultiheadAttention", cross))
+            self.watch.guard_inside(lambda: self.look_scores(scores, heads, "MultiheadAttention", cross))
             return out
 
-        before, self._inside = self._inside, (heads, cross)
+        before, self._cross = self._cross, cross
         try:
             with SDPA.around(sdpa), SOFTMAX.around(softmax):
                 return func(*args, **kwargs)
         finally:
-            self._inside = before
+            self._cross = before
 
     def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
@@ -147,13 +147,11 @@ class FunctionMode(TorchFunctionMode):
             and dim in (-1, scores.dim() - 1)
             and scores.is_floating_point()
         ):
-            self.watch.guard(lambda: self.look_softmax(scores, out))
+            self.watch.guard_inside(lambda: self.look_softmax(scores, out))
         return out
 
     def look_softmax(self, scores: Tensor, out: Tensor | None, cross: bool | None = None) -> None:
-        top = self.watch.top()
-        if top is None or self.watch.outside():
-            return
+        top = self.watch.observer.stack[-1]
         if not is_attention(top.name, top.module):
             # a router, a gate, an output; or attention that does not say so, which the next product will tell
             if out is not None:
@@ -177,8 +175,6 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def look_scores(self, scores: Tensor, heads: int, kind: str, cross: bool | None) -> None:
-        if self.watch.outside():
-            return
         if scores.dim() == 3:
             heads = heads if scores.shape[0] % heads == 0 else 1
             scores = scores.unflatten(0, (-1, heads))
@@ -196,25 +192,22 @@ class FunctionMode(TorchFunctionMode):
         at_once = asked or self.watch.kernel == "partita"
         out = func(*args, **{**kwargs, "return_stats": at_once})
         stats = out[1] if at_once else None
-        self.watch.guard(lambda: self._look_partita(named(args, kwargs), stats))
+        self.watch.guard_inside(lambda: self._look_partita(named(args, kwargs), stats))
         if asked or not at_once:
             return out
         return (out[0], *out[2:]) if out[2:] else out[0]
 
     def _look_partita(self, call: dict[str, Any], stats: Any) -> None:
-        if self.watch.outside():
-            return
-        cross = None if self._inside is None else self._inside[1]
-        self.watch.observer.attend("partita", call["query"].shape, lambda: partita_scores(call), cross, stats)
+        self.watch.observer.attend("partita", call["query"].shape, lambda: partita_scores(call), self._cross, stats)
 
     def _reduce(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        self.watch.guard(lambda: self._look_reduce(*args))
+        self.watch.guard_inside(lambda: self._look_reduce(*args))
         return out
 
     def _look_reduce(self, *args: Any) -> None:
         query, key, value, scale, bias, target, support, _, softcap, *_ = args
-        if value is None or target is not None or support or query.dim() != 4 or self.watch.outside():
+        if value is None or target is not None or support or query.dim() != 4:
             return
         bias = None if bias is None else bias.detach()
         call = Scores(query.detach(), key.detach(), scale.detach(), bias, softcap=softcap)
@@ -225,7 +218,7 @@ class FunctionMode(TorchFunctionMode):
         out = func(*args, **kwargs)
         query, key, value, scale, causal, grouped, statistics = args
         call = {"query": query, "key": key, "value": value, "scale": scale, "is_causal": causal, "enable_gqa": grouped}
-        self.watch.guard(lambda: self._look_partita(call, partita.Stats(*out[1]) if statistics else None))
+        self.watch.guard_inside(lambda: self._look_partita(call, partita.Stats(*out[1]) if statistics else None))
         return out
 
     # ---- losses ----------------------------------------------------------------------------------------------------
