@@ -55,12 +55,12 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
         "resolution": resolution,
         "rowsPerStep": _rows(record, slot, len(bins)),
         "bands": _bands(record, steps),
-        "curves": {str(c["layer"]): clean(c) for c in record.curves},
-        "keys": {str(c["layer"]): clean(c.get("keys") or []) for c in record.curves},
+        "curves": {str(c["layer"]): c for c in record.curves},
+        "keys": {str(c["layer"]): c.get("keys") or [] for c in record.curves},
         "maps": {f"{m['layer']},{m['head']}": _map(m) for m in record.maps},
         "received": _received(record),
         "losses": _losses(record, points),
-        "studies": clean([row for row in record.studies if row.get("study") != KIND]),
+        "studies": [row for row in record.studies if row.get("study") != KIND],
         "totals": {k: int(sum(b.overall(k) or 0 for b in record.blocks)) for k in ("rows", "single", "nonfinite")},
     }
     return dict(clean(packed))
@@ -179,7 +179,7 @@ def _short_profile(row: dict[str, Any]) -> dict[str, Any]:
     def few(values: list[float | None] | None) -> Any:
         return None if values is None else [None if v is None else float(f"{v:.4g}") for v in values]
 
-    return {**clean(row), "bins": [few(line) for line in row["bins"]], "alike": few(row["alike"])}
+    return {**row, "bins": [few(line) for line in row["bins"]], "alike": few(row["alike"])}
 
 
 def _map(given: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _map(given: dict[str, Any]) -> dict[str, Any]:
     try:
         whole = all(isinstance(n, int) and n > 0 for n in sizes) and isinstance(given.get("peak"), (int, float))
         if whole and len(base64.b64decode(given["data"], validate=True)) == given["rows"] * given["columns"]:
-            return dict(clean(given))
+            return given
     except (KeyError, TypeError, ValueError):
         pass
     return {"layer": given["layer"], "head": given["head"], "damaged": True}
@@ -206,9 +206,7 @@ def _losses(record: Record, points: int) -> dict[str, Any]:
         out[name] = {
             "type": rows[0].get("type"),
             "steps": [r["step"] for r in rows],
-            "columns": {
-                c: clean([r.get(c) for r in rows]) for c in LOSS_COLUMNS if any(r.get(c) is not None for r in rows)
-            },
+            "columns": {c: [r.get(c) for r in rows] for c in LOSS_COLUMNS if any(r.get(c) is not None for r in rows)},
             "bins": bins,
             "calibration_error": gap,
         }

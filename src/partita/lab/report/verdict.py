@@ -39,13 +39,12 @@ def sentence(record: Record, findings: list[Finding]) -> str:
     look = verdicts(findings)
     parts = []
     for code, words in WORDS.items():
-        found = [f for f in faults if f.code == code]
-        count = len({h for f in found for h in f.heads})
-        if count:
-            layers = Counter(h[0] for f in found for h in f.heads).most_common(1)[0][0]
-            only = len({h[0] for f in found for h in f.heads}) == 1
+        found = [where for f in faults if f.code == code for where in f.heads]
+        if found:
+            layers, count = Counter(layer for layer, _ in found), len(set(found))
             said = ONE.get(code, words) if count == 1 else words
-            parts.append(f"{count} {said}{' in' if only else ', most in'} layer {layers}")
+            most = layers.most_common(1)[0][0]
+            parts.append(f"{count} {said}{' in' if len(layers) == 1 else ', most in'} layer {most}")
     dilution = next((f for f in faults if f.code == "LENGTH_DILUTION"), None)
     if dilution:
         parts.append("attention dilutes with length: " + dilution.evidence.split(" (")[0])
