@@ -95,36 +95,33 @@ class Patch:
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self._lock = threading.RLock()
-        self._installed: _Installed | None = None
-        self._latest: _Installed | None = None  # put there again: a graph that was traced through it stays valid
+        self._installed: _Installed | None = None  # kept without owners too: a graph traced through it stays valid
 
     def add(self, function: Callable[..., Any], *, everywhere: bool = False, traced: bool = False) -> Wrapper:
         wrapper = Wrapper(function, everywhere=everywhere, traced=traced)
         with self._lock:
-            if self._installed is None:
+            now = self._installed
+            if now is None or not now.wrappers:
                 found = getattr(self.owner, self.name)
-                again = self._latest is not None and self._latest.found is found
-                self._installed = self._latest = self._latest if again else _Installed(found)
-                assert self._installed is not None
-                setattr(self.owner, self.name, self._installed.call)
-            self._installed.keep((*self._installed.wrappers, wrapper))
+                if now is None or now.found is not found:
+                    now = self._installed = _Installed(found)
+                setattr(self.owner, self.name, now.call)
+            now.keep((*now.wrappers, wrapper))
         return wrapper
 
     def remove(self, wrapper: Wrapper) -> None:
         with self._lock:
             now = self._installed
-            if now is None:
+            if now is None or not now.wrappers:
                 return
             now.keep(tuple(w for w in now.wrappers if w is not wrapper))
-            if not now.wrappers:
-                self._installed = None
-                if getattr(self.owner, self.name) is now.call:
-                    setattr(self.owner, self.name, now.found)
+            if not now.wrappers and getattr(self.owner, self.name) is now.call:
+                setattr(self.owner, self.name, now.found)
 
     @contextmanager
-    def around(self, function: Callable[..., Any]) -> Iterator[None]:
+    def around(self, function: Callable[..., Any], *, traced: bool = False) -> Iterator[None]:
         """For a moment this thread's calls go through the function."""
-        wrapper = self.add(function)
+        wrapper = self.add(function, traced=traced)
         try:
             yield
         finally:
@@ -133,7 +130,7 @@ class Patch:
     def each(self, look: Callable[[Callable[..., Any]], None]) -> None:
         """Show what stands in the patched place, where something does."""
         with self._lock:
-            if self._installed is not None:
+            if self._installed is not None and self._installed.wrappers:
                 look(self._installed.call)
 
     @contextmanager

@@ -12,7 +12,6 @@ from partita.engine import Stats
 from partita.engine.backends.native import library as native_library
 from partita.engine.backends.native import statistics as native_tally
 from partita.monitor.accumulator import Accumulator, blocks
-from partita.monitor.measure import FirstKey
 from partita.monitor.scores import Scores
 
 needs_native = pytest.mark.skipif(native_library.load() is None, reason="no native library")
@@ -39,12 +38,12 @@ def rows_of(seed: int, batch: int, heads: int, n: int, dim: int) -> tuple[Stats,
 
 def both(stats: Stats, call: Scores, keep: torch.Tensor | None, *, given_sink: bool) -> tuple[Accumulator, Accumulator]:
     mine, plain = (Accumulator(call.heads, torch.device("cpu"), True) for _ in range(2))
-    first = FirstKey(call, stats.log_partition)
+    first = call.first_key(stats.log_partition)
     totals = native_tally.Totals(*(getattr(mine, name) for name in FIELDS))
     rows = (stats.entropy, stats.log_partition, stats.score_variance, stats.max_score, stats.visible)
     for _ in range(2):  # twice: sums go on
-        assert native_tally.accumulate(totals, *rows, first.mass() if given_sink else first.given(), keep)
-        plain._add(stats, first.mass(), keep)
+        assert native_tally.accumulate(totals, *rows, first if given_sink else call.plain(), keep)
+        plain._add(stats, first, keep)
     return mine, plain
 
 
@@ -76,9 +75,9 @@ def test_rows_the_library_does_not_serve_are_left_to_torch() -> None:
     wide = Stats(*(t.double() for t in stats))
     totals = native_tally.Totals(*(getattr(part, name) for name in FIELDS))
     rows = (wide.entropy, wide.log_partition, wide.score_variance, wide.max_score, wide.visible)
-    assert not native_tally.accumulate(totals, *rows, FirstKey(call, stats.log_partition).mass().double(), None)
+    assert not native_tally.accumulate(totals, *rows, call.first_key(stats.log_partition).double(), None)
     assert part.sums.abs().sum() == 0
-    part.add(wide, FirstKey(call, wide.log_partition), None)
+    part.add(call, wide)
     assert part.sums[0].sum() > 0
     with pytest.raises(ValueError, match="sums must be contiguous float64"):
         native_tally.accumulate(totals._replace(sums=part.sums.float()), *(stats.entropy,) * 6, None)
@@ -90,7 +89,7 @@ def test_layers_and_steps_finished_together_are_those_finished_alone() -> None:
         for layer, heads in enumerate((2, 5, 1)):
             stats, call = rows_of(step * 10 + layer, 2, heads, 20, 4)
             part = Accumulator(heads, torch.device("cpu"), True)
-            part.add(stats, FirstKey(call, stats.log_partition), None)
+            part.add(call, stats)
             part.add_sample(torch.rand(2, heads, 4, 9).softmax(-1), None)
             parts.append((step, layer, part))
     together = blocks(parts)
@@ -116,3 +115,26 @@ def test_every_step_is_recorded_once_and_in_order() -> None:
             model(x)
     record = seen.finished()
     assert [(b.step, b.layer) for b in record.blocks] == [(s, i) for s in range(31) for i in range(2)]
+
+
+def test_a_later_step_leaves_the_numbers_of_an_earlier_one_alone() -> None:
+    """A token alone borrows the last close look; a whole input in the same step then takes one of its own."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(query, key, key)
+
+    def first_step(*, more: bool) -> list[list[float]]:
+        model, made = Attention().eval(), torch.Generator().manual_seed(0)
+        x, y = (torch.randn(1, 3, 16, 4, generator=made) for _ in range(2))
+        with partita.watch(model, critical=True) as seen:
+            seen.set_step(0)
+            model(x, x)
+            seen.set_step(1)
+            model(x[:, :, :1], x)
+            if more:
+                model(3 * y, y)
+        columns = ("sink_top", "sink_key", "twin", "twin_similarity", "critical")
+        return [[row[name] for name in columns] for row in seen.frame(pandas=False) if row["step"] == 0]
+
+    assert first_step(more=True) == first_step(more=False)

@@ -200,16 +200,6 @@ def say(findings: Sequence[Any], limit: int = 20) -> None:
         print(f"... and {len(findings) - limit} more")
 
 
-def counting(options: argparse.Namespace) -> Gate:
-    """Which findings count, by the options and the file."""
-    from partita.lab.gate import GateError, gate
-
-    try:
-        return gate(options)
-    except GateError as error:
-        raise UsageError(str(error)) from None
-
-
 def verdict(everything: Sequence[Any], counts: Gate, options: argparse.Namespace) -> int:
     if options.write_baseline:
         from partita.lab.gate import write_baseline
@@ -237,11 +227,12 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
+    from partita.lab.gate import gate
     from partita.lab.inspect import inspect, summary
 
     if options.max_length < 2:
         raise UsageError("--max-length must be at least 2.")
-    counts = counting(options)
+    counts = gate(options)
     watched = inspect(
         options.model, text=options.text, max_length=options.max_length, rows=options.rows, as_bytes=options.bytes
     )
@@ -304,6 +295,7 @@ def run_study(rest: list[str]) -> int:
 
 
 def run_report(options: argparse.Namespace) -> int:
+    from partita.lab.gate import gate
     from partita.monitor.findings import find
     from partita.monitor.loading import DamagedRecordError, RecordError, load_record
 
@@ -322,7 +314,7 @@ def run_report(options: argparse.Namespace) -> int:
         except RecordError as error:
             raise UsageError(f"not a record: {error}") from None
 
-    counts = counting(options)
+    counts = gate(options)
     record = load(options.record)
     other = load(options.other) if options.other else None
     if options.studies:

@@ -27,51 +27,34 @@ def doctor() -> list[dict[str, Any]]:
 
     import partita
 
-    checks = [
-        _check("python", True, platform.python_version()),
-        _check("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} processors"),
-        _check("partita", True, partita.__version__),
-    ]
+    checks: list[dict[str, Any]] = []
+
+    def check(name: str, ok: bool, what: str) -> None:
+        checks.append({"name": name, "ok": ok, "what": what})
+
+    check("python", True, platform.python_version())
+    check("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} processors")
+    check("partita", True, partita.__version__)
     try:
         small = partita.Gibbs(torch.zeros(4, 8), torch.zeros(6, 8))
         backends = ", ".join(str(b) for b in partita.backends())
         why = "; ".join(str(partita.explain(small)).splitlines())
-        checks.append(_check("backends", True, f"{backends} ({why})"))
-        exact = abs(float(small.entropy()[0]) - 1.791759469) < 1e-5
-        checks.append(
-            _check(
-                "a softmax over six equal scores", exact, f"entropy {float(small.entropy()[0]):.6f}, log 6 = 1.791759"
-            )
-        )
+        check("backends", True, f"{backends} ({why})")
+        entropy = float(small.entropy()[0])
+        exact = abs(entropy - 1.791759469) < 1e-5
+        check("a softmax over six equal scores", exact, f"entropy {entropy:.6f}, log 6 = 1.791759")
     except Exception as error:  # a doctor reports what is broken
-        checks.append(_check("engine", False, f"{type(error).__name__}: {error}"))
+        check("engine", False, f"{type(error).__name__}: {error}")
     for device in ("cuda", "mps", "xpu"):
         module = getattr(torch, device, None)
-        there = bool(getattr(module, "is_available", lambda: False)())
-        if there:
-            checks.append(_check(device, True, f"available; the {_serving(device)} backend serves it"))
+        if getattr(module, "is_available", lambda: False)():
+            there = torch.zeros(1, 1, device=device)
+            serving = str(partita.explain(partita.Gibbs(there, there))).split(maxsplit=1)[0]
+            check(device, True, f"available; the {serving} backend serves it")
     for name, (use, install) in OPTIONAL.items():
         found = importlib.util.find_spec(name) is not None
-        checks.append(
-            _check(
-                name, found, f"{_version(name)}, for {use}" if found else f"not installed; needed for {use}: {install}"
-            )
-        )
+        check(name, found, f"{_version(name)}, for {use}" if found else f"not installed; needed for {use}: {install}")
     return checks
-
-
-def _serving(device: str) -> str:
-    """Which backend serves tensors on this kind of device."""
-    import torch
-
-    import partita
-
-    there = partita.Gibbs(torch.zeros(1, 1, device=device), torch.zeros(1, 1, device=device))
-    return str(partita.explain(there)).split(maxsplit=1)[0]
-
-
-def _check(name: str, ok: bool, what: str) -> dict[str, Any]:
-    return {"name": name, "ok": ok, "what": what}
 
 
 def _version(name: str) -> str:

@@ -54,7 +54,7 @@ def svg(figure: Figure, *, theme: str = "auto") -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="partita-figure" role="img" aria-label="{_safe(figure.title)}" '
         f'viewBox="-8 0 {width + 16} {y + 8:.0f}" width="{width + 16}" height="{y + 8:.0f}">'
     )
-    return "\n".join([head, f"<style>{_style(theme)}</style>", *body, "</svg>"]) + "\n"
+    return "\n".join([head, f"<style>{stylesheet(theme)}</style>", *body, "</svg>"]) + "\n"
 
 
 # ---- one panel -----------------------------------------------------------------------------------------------------
@@ -292,13 +292,11 @@ def _log_said(label: str, log: bool) -> str:
     return f"{label} (log scale)" if log else label
 
 
-def stylesheet() -> str:
-    """The rules of every figure of theme "auto", for a page that holds several and allows no style inside them."""
-    return _style("auto")
+def stylesheet(theme: str = "auto") -> str:
+    """The rules of every figure of a theme; those of "auto" serve a page that allows no style inside its figures.
 
-
-def _style(theme: str) -> str:
-    """Colours as variables that a page may set (--ink, --paper, --soft, --hair), or as fixed values."""
+    Colours are variables that a page may set (--ink, --paper, --soft, --hair), or fixed values.
+    """
     every = {**INK, **{f"c{k}": c for k, c in enumerate(COLOURS)}}
     dark = {**DARK, **{f"c{k}": c for k, c in enumerate(DARK_COLOURS)}}
     if theme == "auto":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.errors import PartitaError
+from partita.lab.cli import UsageError
 from partita.monitor.files import replace_file
 from partita.monitor.findings import CODES, SEVERITIES, Finding, Findings, Thresholds, at_or_above
 
@@ -31,7 +32,7 @@ SCHEMA = "partita.baseline/1"
 _KEYS = ("ignore", "only", "fail-on", "baseline", "thresholds")
 
 
-class GateError(PartitaError, ValueError):
+class GateError(UsageError, PartitaError, ValueError):
     """Options, a file or a baseline that cannot be meant."""
 
 
@@ -139,7 +140,7 @@ def read_baseline(path: Path) -> frozenset[tuple[str, str]]:
         return frozenset((str(row["code"]), str(row["place"])) for row in found["known"])
     except FileNotFoundError:
         raise GateError(f"{path} does not exist; make it with --write-baseline.") from None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, GateError):
-            raise
+    except GateError:
+        raise
+    except (ValueError, KeyError, TypeError):
         raise GateError(f"{path} is no baseline; make one with --write-baseline.") from None

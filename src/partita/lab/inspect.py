@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -38,6 +37,7 @@ suddenly down, so suddenly that Alice had not a moment to think about stopping h
 falling down a very deep well. Either the well was very deep, or she fell very slowly, for she had plenty of time as
 she went down to look about her and to wonder what was going to happen next."""
 BATCH = 4
+NUMBERS = ("normalized_entropy", "effective_width", "max_score", "sink_first", "sink_top", "score_variance")
 UNKNOWN = 0.9  # share of unknown tokens above which a text says nothing about the model
 
 
@@ -244,21 +244,11 @@ def summary(watched: Watch, findings: list[Finding]) -> dict[str, Any]:
     """What --json prints: sentence, findings, a row per layer at the longest length."""
     record = watched.finished()
     last = max((b.step for b in record.blocks), default=None)
-    layers = []
-    for block in record.blocks:
-        if block.step == last:
-            row: dict[str, Any] = {"layer": block.layer, "name": record.sites[block.layer].name, "heads": block.heads}
-            for name in (
-                "normalized_entropy",
-                "effective_width",
-                "max_score",
-                "sink_first",
-                "sink_top",
-                "score_variance",
-            ):
-                good = [v for v in block.column(name) if math.isfinite(v)]
-                row[name] = None if not good else max(good) if name == "max_score" else sum(good) / len(good)
-            layers.append(row)
+    layers = [
+        {"layer": b.layer, "name": record.sites[b.layer].name, "heads": b.heads} | {n: b.overall(n) for n in NUMBERS}
+        for b in record.blocks
+        if b.step == last
+    ]
     return {
         "schema": "partita.inspect/1",
         "sentence": sentence(record, findings),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from partita.engine.execute import accumulate, accumulate_attention
 from partita.monitor import ranges
 from partita.monitor.positions import Received
 from partita.monitor.record import BAND_COLUMNS, COLUMNS, Block
+from partita.monitor.scores import Scores
 
 BINS = 256  # of the histogram of H / log(visible)
 BANDS = 24  # of log2(visible)
@@ -31,14 +32,6 @@ SUMS = (
     "visible",
 )
 QUANTILES = tuple(name for name in COLUMNS if name.endswith(("_p05", "_p50", "_p95")))
-
-
-class Sink(Protocol):
-    """The mass of each row on key 0, as it is, or what it can be made from in the walk over the rows."""
-
-    def given(self) -> Tensor | tuple[Tensor, Tensor, float]: ...
-
-    def mass(self) -> Tensor: ...
 
 
 class Accumulator:
@@ -65,15 +58,19 @@ class Accumulator:
         self.received: Received | None = None  # the only part that grows with the number of keys; asked for
         self._alike: tuple[Tensor, Tensor] | None = None
 
-    def add(self, stats: Stats, sink: Sink, keep: Tensor | None) -> None:
-        """Rows of statistics, each (batch, heads, n); keep: (batch, n), the real ones."""
+    def add(self, call: Scores, stats: Stats) -> None:
+        """The rows of a call, by their statistics, each (batch, heads, n)."""
         rows = (stats.entropy, stats.log_partition, stats.score_variance, stats.max_score, stats.visible)
-        if not accumulate(self._totals, *rows, sink.given(), keep):
-            self._add(stats, sink.mass(), keep)
+        first: Any = call.plain()  # what the mass on key 0 is made from in the walk over the rows
+        if first is None or first[1].shape[1] != call.heads or call.n_key == 0:
+            first = call.first_key(stats.log_partition)
+        if not accumulate(self._totals, *rows, first, call.keep):
+            self._add(stats, call.first_key(stats.log_partition), call.keep)
 
-    def add_attention(self, query: Tensor, key: Tensor, scale: float, causal: bool, keep: Tensor | None) -> bool:
+    def add_attention(self, call: Scores) -> bool:
         """The rows of plain attention, in one go; False where the long way has to be taken."""
-        return accumulate_attention(self._totals, query, key, scale, causal, keep)
+        plain = call.plain()
+        return plain is not None and accumulate_attention(self._totals, *plain, call.causal, call.keep)
 
     @property
     def _totals(self) -> tuple[Tensor, ...]:
@@ -152,11 +149,11 @@ class Accumulator:
         mass = probs.sum((0, 2), dtype=torch.float64) / rows.clamp(min=1)[:, None]  # (heads, n_key)
         top, index = mass.topk(min(5, mass.shape[-1]), -1)
         self.keys = torch.stack([index.double(), top], -1)
-        self.sampled[0] += rows
-        self.sampled[1] += rows * top[:, 0]
+        # out of place: what was borrowed belongs to an earlier step, which may not be finished
+        self.sampled = self.sampled + torch.stack([rows, rows * top[:, 0]])
         self.strongest = torch.where(rows > 0, index[:, 0].double(), self.strongest)
         centred = torch.where(probs > 0, probs - 1.0 / visible, 0.0).transpose(0, 1).reshape(self.heads, -1)
-        self.gram += centred @ centred.T
+        self.gram = self.gram + centred @ centred.T
         self._alike = None
 
     def borrow(self, other: Accumulator) -> None:

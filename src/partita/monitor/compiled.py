@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -146,13 +146,6 @@ def not_followed(what: str) -> str:
     return f"run without torch.compile, because torch {torch.__version__} has no {what}, which following graphs needs"
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """For the time of a call, by torch's public switch."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def skipped(module: nn.Module) -> bool:
     """Compiled in place, and of a class whose code torch.compile leaves alone then."""
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
@@ -182,17 +175,13 @@ class _Graphs:
                 self._calls -= 1
                 TRACED.around = traced.around if self._calls else None
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """As if nothing had been compiled."""
-        with self._through(lambda callback: None):
-            yield
+        return self._through(lambda callback: None)
 
-    @contextmanager
-    def as_they_are(self) -> Iterator[None]:
+    def as_they_are(self) -> AbstractContextManager[None]:
         """For a module of somebody else's, inside a block too."""
-        with self._through(lambda callback: callback):
-            yield
+        return self._through(lambda callback: callback)
 
     @contextmanager
     def _through(self, change: Callable[[Any], Any]) -> Iterator[None]:
@@ -211,11 +200,8 @@ class _Graphs:
             found = callback if EAGER.forced else inner(callback)
             return found if found in (None, False) else change(found)
 
-        wrapper = self._callback.add(around)
-        try:
+        with self._callback.around(around):
             yield
-        finally:
-            self._callback.remove(wrapper)
 
     def _instrumented(self, callback: Any, kernel: str, silent: Callable[[], None]) -> Any:
         """The same with the user's backend behind ours; the same one every time, or each call would compile anew."""

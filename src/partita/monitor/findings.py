@@ -10,6 +10,7 @@ import html
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import combinations
 from typing import Any
 
 from partita.monitor.record import Record
@@ -199,7 +200,5 @@ def last(values: list[float]) -> list[float]:
 
 def slope(x: list[float], y: list[float]) -> float:
     """Theil-Sen: the median of pairwise slopes, deaf to single outliers."""
-    pairs = [
-        (y[j] - y[i]) / (x[j] - x[i]) for i in range(len(x)) for j in range(i + 1, len(x)) if abs(x[j] - x[i]) > 1e-9
-    ]
-    return median(pairs)
+    pairs = combinations(zip(x, y, strict=True), 2)
+    return median([(d - b) / (c - a) for (a, b), (c, d) in pairs if abs(c - a) > 1e-9])

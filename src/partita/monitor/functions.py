@@ -42,7 +42,7 @@ class FunctionMode(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
-        self._inside: tuple[int, bool] | None = None  # heads and cross of the MultiheadAttention being run
+        self._cross: bool | None = None  # of the MultiheadAttention being run, if one is
         self._by_hand: list[weakref.ref[Tensor]] = []  # softmaxes that may turn out to be attention
         products = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
         self.table: dict[Any, Callable[..., Any]] = {
@@ -70,52 +70,46 @@ class FunctionMode(TorchFunctionMode):
 
     # ---- on and off, wherever it lies in the stack of modes ----------------------------------------------------------
 
-    def on(self) -> None:
-        _push_mode(self)
+    def on(self, above: int = 0) -> None:
+        """Put this mode into the thread's stack, below so many others."""
+        later = [_pop_mode() for _ in range(above)]
+        for mode in (self, *reversed(later)):
+            _push_mode(mode)
 
-    def off(self) -> bool:
-        """Take this mode out of the thread's stack; False where it was not in it."""
-        modes = _get_current_function_mode_stack()
-        if not any(mode is self for mode in modes):
-            return False
+    def off(self) -> int | None:
+        """Take this mode out of the thread's stack: how many lay above it, or None where it was not in it."""
+        if not any(mode is self for mode in _get_current_function_mode_stack()):
+            return None
         above = []
         while (top := _pop_mode()) is not self:
             above.append(top)
         for mode in reversed(above):
             _push_mode(mode)
-        return True
+        return len(above)
 
     @contextlib.contextmanager
     def without(self) -> Iterator[None]:
         """As if nobody watched: torch's fast paths ask whether any mode is on."""
-        modes = _get_current_function_mode_stack()
-        place = next((i for i, mode in enumerate(modes) if mode is self), None)
-        if place is None:
-            yield
-            return
-        above = len(modes) - place - 1
-        self.off()
+        above = self.off()
         try:
             yield
         finally:
-            later = [_pop_mode() for _ in range(above)]
-            _push_mode(self)
-            for mode in reversed(later):
-                _push_mode(mode)
+            if above is not None:
+                self.on(above)
 
     # ---- attention -------------------------------------------------------------------------------------------------
 
     def _sdpa(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind, cross = ("sdpa", None) if self._inside is None else ("MultiheadAttention", self._inside[1])
+        kind = "sdpa" if self._cross is None else "MultiheadAttention"
         every = self.watch.options.rows is None and self.watch.options.layers is None and not self.watch.outside()
         served = kernel.serve(args, kwargs) if every and self.watch.kernel == "partita" else None
         out, stats = served if served is not None else (func(*args, **kwargs), None)
-        self.watch.guard(lambda: self.look_sdpa(named(args, kwargs), kind, cross, stats))
+        self.watch.guard_inside(lambda: self.look_sdpa(named(args, kwargs), kind, self._cross, stats))
         return out
 
     def look_sdpa(self, call: dict[str, Any], kind: str, cross: bool | None, stats: Any) -> None:
         query, key = call["query"], call["key"]
-        if self.watch.outside() or query.is_nested:
+        if query.is_nested:
             return
         scale = 1.0 / math.sqrt(query.shape[-1]) if call.get("scale") is None else call["scale"]
         mask, causal = call.get("attn_mask"), call.get("is_causal", False)
@@ -133,15 +127,15 @@ class FunctionMode(TorchFunctionMode):
 
         def softmax(inner: Callable[..., Any], scores: Tensor, *a: Any, **k: Any) -> Any:
             out = inner(scores, *a, **k)
-            self.watch.guard(lambda: self.look_scores(scores, heads, "MultiheadAttention", cross))
+            self.watch.guard_inside(lambda: self.look_scores(scores, heads, "MultiheadAttention", cross))
             return out
 
-        before, self._inside = self._inside, (heads, cross)
+        before, self._cross = self._cross, cross
         try:
             with SDPA.around(sdpa), SOFTMAX.around(softmax):
                 return func(*args, **kwargs)
         finally:
-            self._inside = before
+            self._cross = before
 
     def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
@@ -153,13 +147,11 @@ class FunctionMode(TorchFunctionMode):
             and dim in (-1, scores.dim() - 1)
             and scores.is_floating_point()
         ):
-            self.watch.guard(lambda: self.look_softmax(scores, out))
+            self.watch.guard_inside(lambda: self.look_softmax(scores, out))
         return out
 
     def look_softmax(self, scores: Tensor, out: Tensor | None, cross: bool | None = None) -> None:
-        top = self.watch.top()
-        if top is None or self.watch.outside():
-            return
+        top = self.watch.observer.stack[-1]
         if not is_attention(top.name, top.module):
             # a router, a gate, an output; or attention that does not say so, which the next product will tell
             if out is not None:
@@ -183,8 +175,6 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def look_scores(self, scores: Tensor, heads: int, kind: str, cross: bool | None) -> None:
-        if self.watch.outside():
-            return
         if scores.dim() == 3:
             heads = heads if scores.shape[0] % heads == 0 else 1
             scores = scores.unflatten(0, (-1, heads))
@@ -202,25 +192,22 @@ class FunctionMode(TorchFunctionMode):
         at_once = asked or self.watch.kernel == "partita"
         out = func(*args, **{**kwargs, "return_stats": at_once})
         stats = out[1] if at_once else None
-        self.watch.guard(lambda: self._look_partita(named(args, kwargs), stats))
+        self.watch.guard_inside(lambda: self._look_partita(named(args, kwargs), stats))
         if asked or not at_once:
             return out
         return (out[0], *out[2:]) if out[2:] else out[0]
 
     def _look_partita(self, call: dict[str, Any], stats: Any) -> None:
-        if self.watch.outside():
-            return
-        cross = None if self._inside is None else self._inside[1]
-        self.watch.observer.attend("partita", call["query"].shape, lambda: partita_scores(call), cross, stats)
+        self.watch.observer.attend("partita", call["query"].shape, lambda: partita_scores(call), self._cross, stats)
 
     def _reduce(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        self.watch.guard(lambda: self._look_reduce(*args))
+        self.watch.guard_inside(lambda: self._look_reduce(*args))
         return out
 
     def _look_reduce(self, *args: Any) -> None:
         query, key, value, scale, bias, target, support, _, softcap, *_ = args
-        if value is None or target is not None or support or query.dim() != 4 or self.watch.outside():
+        if value is None or target is not None or support or query.dim() != 4:
             return
         bias = None if bias is None else bias.detach()
         call = Scores(query.detach(), key.detach(), scale.detach(), bias, softcap=softcap)
@@ -231,7 +218,7 @@ class FunctionMode(TorchFunctionMode):
         out = func(*args, **kwargs)
         query, key, value, scale, causal, grouped, statistics = args
         call = {"query": query, "key": key, "value": value, "scale": scale, "is_causal": causal, "enable_gqa": grouped}
-        self.watch.guard(lambda: self._look_partita(call, partita.Stats(*out[1]) if statistics else None))
+        self.watch.guard_inside(lambda: self._look_partita(call, partita.Stats(*out[1]) if statistics else None))
         return out
 
     # ---- losses ----------------------------------------------------------------------------------------------------

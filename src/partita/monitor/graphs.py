@@ -176,12 +176,8 @@ def _open_multi_head(fused: Callable[..., Any], written: Site) -> Callable[..., 
             report(ticket, written, (scores,), {})
             return inner(scores, *a, **k)
 
-        wrappers = [(patch, patch.add(wrap, traced=True)) for patch, wrap in ((SDPA, sdpa), (SOFTMAX, softmax))]
-        try:
+        with SDPA.around(sdpa, traced=True), SOFTMAX.around(softmax, traced=True):
             return F.multi_head_attention_forward(*args, **kwargs)
-        finally:
-            for patch, wrapper in wrappers:
-                patch.remove(wrapper)
 
     return reported
 
@@ -213,7 +209,7 @@ def inside(source: str) -> str:
     """
     # what was compiled beside an attached watch begins with our own wrapper, whose arguments begin with the module
     rest = re.sub(r"^\w+\['args'\]\[0\]|^\w+\[[^\]]*\]", "", source)
-    return ".".join(x.strip("'\"") for x in re.findall(r"[^.\[\]]+", rest) if x not in ("_modules",))
+    return ".".join(x.strip("'\"") for x in re.findall(r"[^.\[\]]+", rest) if x != "_modules")
 
 
 def _called(node: fx.Node) -> Any:
@@ -254,7 +250,8 @@ def multiplies(node: fx.Node) -> bool:
 
 def crosses(node: fx.Node, path: str) -> bool:
     """Query and key are made of different inputs of the module they are made in: the innermost with weights for it."""
-    query, key = [*_given(node), None, None][:2]
+    given: Any = node.args[1] if node.target is mark else node.args
+    query, key = [*given, None, None][:2]
     if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
         return False
     while True:
@@ -265,10 +262,6 @@ def crosses(node: fx.Node, path: str) -> bool:
         path = path.rpartition(".")[0]  # a core that is given its queries and keys: they were made further out
     a, b = (x - weights for x in found)
     return bool(weights) and bool(a) and bool(b) and not a & b
-
-
-def _given(node: fx.Node) -> Iterator[Any]:
-    yield from node.args[1] if node.target is mark else node.args  # type: ignore[misc]
 
 
 def _sources(node: fx.Node, path: str, seen: set[fx.Node]) -> Iterator[fx.Node]:

@@ -17,7 +17,7 @@ from partita.monitor.coverage import Coverage, coverage, expected
 from partita.monitor.functions import FunctionMode, in_backward
 from partita.monitor.in_graph import Graphs
 from partita.monitor.live import LiveLine
-from partita.monitor.modules import Frame, Roll, frame, takes_fast_path
+from partita.monitor.modules import Roll, frame, takes_fast_path
 from partita.monitor.observer import Observer
 from partita.monitor.operator import listening
 from partita.monitor.options import options
@@ -189,7 +189,7 @@ class Watch(Reading):
                 return self._pass_by(inner, module, args, kwargs)
         self._skipped = self._skipped or code is not None
         with contextlib.nullcontext() if code is None else compiled.GRAPHS.off():
-            return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
+            return self._follow(name, module, lambda: self._plainly(name, inner, module, args, kwargs))
 
     def _without_graphs(
         self, lacking: str, name: str | None, inner: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
@@ -198,10 +198,10 @@ class Watch(Reading):
         if name is None and all(part is not self.model for part in module.modules()):
             return self._pass_by(inner, module, args, kwargs)
         self._lacking = lacking
-        with compiled.uncompiled():
+        with torch.compiler.set_stance("force_eager"):
             if name is None:
                 return self._pass_by(inner, module, args, kwargs)
-            return self._follow(name, module, kwargs, lambda: self._plainly(name, inner, module, args, kwargs))
+            return self._follow(name, module, lambda: self._plainly(name, inner, module, args, kwargs))
 
     def _call_graphs(
         self, code: nn.Module, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
@@ -220,9 +220,9 @@ class Watch(Reading):
             with listening(self._graphs), compiled.GRAPHS.reporting(kernel, self._graphs.pass_over):
                 return inner(module, *args, **kwargs)
 
-        return self._follow(name or "", code if name is not None else self.model, kwargs, call)
+        return self._follow(name or "", code if name is not None else self.model, call)
 
-    def _follow(self, name: str, module: nn.Module, kwargs: Any, call: Callable[[], Any]) -> Any:
+    def _follow(self, name: str, module: nn.Module, call: Callable[[], Any]) -> Any:
         """A call of the model or of a part of it; the outermost one may begin a step."""
         begin = time.perf_counter()
         if self._started is None:
@@ -311,9 +311,6 @@ class Watch(Reading):
 
     # ---- what the function mode reports ------------------------------------------------------------------------------
 
-    def top(self) -> Frame | None:
-        return self.observer.stack[-1] if self.observer.stack else None
-
     def listening(self) -> bool:
         return self.observing and not self._muted and getattr(_REPLAY, "owner", self) is self
 
@@ -325,6 +322,11 @@ class Watch(Reading):
         if not self._muted and threading.get_ident() == self._thread and not torch.compiler.is_compiling():
             self.observer.guard(look)
 
+    def guard_inside(self, look: Callable[[], None]) -> None:
+        """The same for a softmax: one outside the watched model is none of ours."""
+        if not self.outside():
+            self.guard(look)
+
     def observe(
         self,
         query: Tensor,
@@ -335,9 +337,9 @@ class Watch(Reading):
         causal: bool = False,
     ) -> None:
         """Report an attention that nothing shows (a custom kernel): call it inside the module's forward."""
-        if self.listening() and not self.outside():
+        if self.listening():
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            self.guard(
+            self.guard_inside(
                 lambda: self.observer.attend(
                     "observe", query.shape, lambda: sdpa_scores(query, key, mask, causal, scale), None
                 )

@@ -62,23 +62,23 @@ class LiveLine:
         self._last = self._shown = ""
 
     def _show(self, notes: list[str], found: list[Finding]) -> None:
-        if self._rich:
+        if self._rich and self._screen is None:
             from rich.console import Console
             from rich.live import Live
-            from rich.text import Text
 
-            if self._screen is None:
-                console = Console(file=self.stream or sys.stderr, highlight=False)
-                if not console.is_terminal:
-                    self._rich = False
-                    return self._plain(notes)
+            console = Console(file=self.stream or sys.stderr, highlight=False)
+            self._rich = console.is_terminal
+            if self._rich:
                 self._screen = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
                 self._screen.start()
-            for note, finding in zip(notes, found, strict=True):
-                self._screen.console.print(Text(note, style=_COLOURS[finding.severity]))
-            self._screen.update(Text(self._last, overflow="ellipsis", no_wrap=True), refresh=True)
-            return None
-        return self._plain(notes)
+        if self._screen is None:
+            self._plain(notes)
+            return
+        from rich.text import Text
+
+        for note, finding in zip(notes, found, strict=True):
+            self._screen.console.print(Text(note, style=_COLOURS[finding.severity]))
+        self._screen.update(Text(self._last, overflow="ellipsis", no_wrap=True), refresh=True)
 
     def _plain(self, notes: list[str]) -> None:
         out = self.stream or sys.stderr

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from partita.monitor.record import BAND_COLUMNS, COLUMNS, LOSS_COLUMNS, SCHEMA, Block, Record, Site
+from partita.monitor.record import BAND_COLUMNS, COLUMNS, LOSS_COLUMNS, SCHEMA, Block, Record, Site, keep_newest
 
 __all__ = ["DamagedRecordError", "RecordError", "check_header", "load_record"]
 
@@ -84,12 +84,8 @@ class _Reader:
             if not isinstance(line, dict):
                 raise ValueError(f"expected an object, got {type(line).__name__}")
             kind = line.pop("kind", None)
-            # other kinds come from a newer writer of the same schema: they add, they do not change
-            handler: Callable[[dict[str, Any]], None] | None = (
-                getattr(self, f"_{kind}", None) if kind in KINDS else None
-            )
-            if handler is not None:
-                handler(line)
+            if kind in KINDS:  # others come from a newer writer of the same schema: they add, they do not change
+                getattr(self, f"_{kind}")(line)
         except RecordError:
             raise
         except KeyError as error:
@@ -122,59 +118,54 @@ class _Reader:
         self.layers.append(same)
 
     def _attention(self, line: dict[str, Any]) -> None:
-        layer = _whole(line, "layer", len(self.layers) - 1)
+        self._place(line)
         values = _join(line["values"], self.columns, COLUMNS)
         given = _object(line["bands"], "bands")
         bands = {int(k): _join(v, self.bands, BAND_COLUMNS) for k, v in given.items()}
-        block = Block(self._step(line), self.layers[layer], bool(line["training"]), values, bands)
-        self.record.blocks.append(block)  # after `_step`, which may put a shorter list in its place
+        self.record.blocks.append(Block(line["step"], line["layer"], bool(line["training"]), values, bands))
 
     def _loss(self, line: dict[str, Any]) -> None:
         _text(line, "name")
         for name in (*LOSS_COLUMNS, "nonfinite", "calibration_error"):
             _number(line.get(name), name)
         for row in _list(line.get("bins") or [], "bins"):
-            count, *rest = [_number(v, "bins") for v in _list(row, "bins")]
+            count, *rest = _numbers(row, "bins")
             if count is None or len(rest) != 2:
                 raise ValueError("a bin is a count, a confidence and a share")
         line["step"] = self._step(line)
         self.record.losses.append(line)
 
     def _curve(self, line: dict[str, Any]) -> None:
-        line["layer"] = self.layers[_whole(line, "layer", len(self.layers) - 1)]
-        line["step"] = self._step(line)
-        factors = [_number(v, "factors") for v in _list(line["factors"], "factors")]
+        self._place(line)
+        factors = _numbers(line["factors"], "factors")
         for name in ("mean", "p10", "p90"):
             for row in _list(line[name], name):
-                if len([_number(v, name) for v in _list(row, name)]) != len(factors):
+                if len(_numbers(row, name)) != len(factors):
                     raise ValueError(f"{name} needs a number for each of {len(factors)} factors")
         for head in _list(line.get("keys") or [], "keys"):
-            if any(len([_number(v, "keys") for v in _list(pair, "keys")]) != 2 for pair in _list(head, "keys")):
+            if any(len(_numbers(pair, "keys")) != 2 for pair in _list(head, "keys")):
                 raise ValueError("keys are pairs of an index and a mass")
         _number(line.get("scale"), "scale")
         _number(line.get("rows"), "rows")
-        self._newest(self.record.curves, line, "layer")
+        keep_newest(self.record.curves, line, "layer")
 
     def _map(self, line: dict[str, Any]) -> None:
         """The picture itself is not looked at: a damaged one is left out by whoever draws it, and nothing else is."""
-        line["layer"] = self.layers[_whole(line, "layer", len(self.layers) - 1)]
+        self._place(line)
         _whole(line, "head")
-        line["step"] = self._step(line)
-        self._newest(self.record.maps, line, "layer", "head")
+        keep_newest(self.record.maps, line, "layer", "head")
 
     def _received(self, line: dict[str, Any]) -> None:
-        line["layer"] = self.layers[_whole(line, "layer", len(self.layers) - 1)]
-        line["step"] = self._step(line)
+        self._place(line)
         n = _whole(line, "n_key", least=1)
         _whole(line, "look")
-        alike = [_number(v, "alike") for v in _list(line["alike"], "alike")]
+        alike = _numbers(line["alike"], "alike")
         for name in ("rows", "bins", "top"):
             if len(_list(line[name], name)) != self.record.sites[line["layer"]].heads:
                 raise ValueError(f"{name} needs an entry for each head")
-        for row in line["rows"]:
-            _number(row, "rows")
+        _numbers(line["rows"], "rows")
         for bins, top in zip(line["bins"], line["top"], strict=True):
-            if bins is not None and len([_number(v, "bins") for v in _list(bins, "bins")]) != len(alike):
+            if bins is not None and len(_numbers(bins, "bins")) != len(alike):
                 raise ValueError(f"bins needs {len(alike)} numbers")
             for pair in _list(top, "top") if top is not None else ():
                 if len(_list(pair, "top")) != 2 or not 0 <= _whole({"top": pair[0]}, "top") < n:
@@ -195,6 +186,11 @@ class _Reader:
 
     # ---- several runs in one file ----------------------------------------------------------------------------------
 
+    def _place(self, line: dict[str, Any]) -> None:
+        """Layer and step as the record counts them."""
+        line["layer"] = self.layers[_whole(line, "layer", len(self.layers) - 1)]
+        line["step"] = self._step(line)
+
     def _step(self, line: dict[str, Any]) -> int:
         step = _whole(line, "step", least=-1)
         record = self.record
@@ -207,9 +203,6 @@ class _Reader:
                 record.received = [r for r in record.received if int(r["step"]) < step]
         self.fresh = False
         return step + self.shift
-
-    def _newest(self, rows: list[dict[str, Any]], line: dict[str, Any], *names: str) -> None:
-        rows[:] = [r for r in rows if any(r[n] != line[n] for n in names)] + [line]
 
 
 KINDS = ("header", "site", "attention", "loss", "curve", "map", "received", "study", "summary")
@@ -241,6 +234,10 @@ def _list(value: Any, name: str) -> list[Any]:
     return value
 
 
+def _numbers(value: Any, name: str) -> list[float | None]:
+    return [_number(v, name) for v in _list(value, name)]
+
+
 def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be an object, got {value!r:.60}")
@@ -256,6 +253,6 @@ def _join(rows: Any, given: list[str], wanted: Iterable[str]) -> array[float]:
     for row in rows:
         if len(_list(row, "a row")) != len(given):
             raise ValueError(f"a row has {len(row)} numbers, the header names {len(given)}")
-        numbers = [_number(v, "a value") for v in row]
+        numbers = _numbers(row, "a value")
         flat.extend(math.nan if i < 0 or (v := numbers[i]) is None else v for i in order)
     return flat

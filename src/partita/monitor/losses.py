@@ -19,6 +19,7 @@ from partita.adapters.metric_learning import pair_loss
 from partita.adapters.sentence_transformers import ranking_loss
 from partita.contrastive import alignment, uniformity
 from partita.monitor.measure import evenly
+from partita.monitor.merge import weighted_mean
 
 ROWS = 1024
 CELLS = 4_000_000  # logits looked at in one call
@@ -134,7 +135,7 @@ def sigmoid(image: Tensor, text: Tensor, *args: Any, **options: Any) -> Numbers:
     lengths = [torch.linalg.vector_norm(x.double(), dim=-1).mean() for x in (image, text)]
     return {
         "type": "contrastive",
-        "loss": torch.where(good, rows.double(), 0.0).sum() / good.sum(),
+        "loss": _mean(rows, good),
         "candidates": len(text),
         "norm_query": lengths[0],
         "norm_key": lengths[1],
@@ -167,26 +168,26 @@ def _few(count: int, width: int, device: torch.device) -> Tensor:
     return evenly(count, wanted, 0.5, device)
 
 
+def _mean(x: Tensor, counted: Tensor) -> Tensor:
+    """Over the rows that count; NaN where none does."""
+    return torch.where(counted, x.double(), 0.0).sum() / counted.sum()
+
+
 def _summary(stats: Any, valid: Tensor) -> Numbers:
     """Means over the rows that count; rows that were ignored see no class."""
     finite = torch.isfinite(stats.nll) & torch.isfinite(stats.entropy)
     good = valid & finite
-    count = good.sum()
-
-    def mean(x: Tensor) -> Tensor:
-        return torch.where(good, x.double(), 0.0).sum() / torch.where(count > 0, count, torch.nan)
-
     confidence, right = stats.confidence, stats.correct
     bin_ = (confidence.nan_to_num(0.0) * BINS).long().clamp(0, BINS - 1).flatten()
     columns = [torch.where(good, x.double(), 0.0).flatten() for x in (good, confidence, right)]
     return {
-        "loss": mean(stats.nll),
-        "entropy": mean(stats.entropy),
-        "confidence": mean(confidence),
-        "accuracy": mean(right),
-        "log_partition": mean(stats.log_partition),
+        "loss": _mean(stats.nll, good),
+        "entropy": _mean(stats.entropy, good),
+        "confidence": _mean(confidence, good),
+        "accuracy": _mean(right, good),
+        "log_partition": _mean(stats.log_partition, good),
         "max_score": torch.where(good, stats.max_score, -torch.inf).max() if good.numel() else torch.tensor(-torch.inf),
-        "rows": count,
+        "rows": good.sum(),
         "nonfinite": (valid & ~finite).sum(),
         "bins": torch.stack([torch.bincount(bin_, x, minlength=BINS) for x in columns]),
     }
@@ -202,22 +203,18 @@ def _contrast(stats: Any, valid: Tensor | None = None) -> Numbers:
     """Candidates, effective negatives, norms of the vectors in the scores; the bound where there is one positive."""
     valid = torch.ones_like(stats.nll, dtype=torch.bool) if valid is None else valid
     out = _summary(stats, valid)
-    count = valid.sum()
-
-    def mean(x: Tensor) -> Tensor:
-        return torch.where(valid, x.double(), 0.0).sum() / torch.where(count > 0, count, torch.nan)
-
     out |= {
         "type": "contrastive",
         "classes": None,
-        "candidates": mean(stats.negatives) + 1,
-        "effective_negatives": mean(stats.effective_negatives),
-        "scale": mean(stats.scale),
-        "norm_query": mean(stats.query_norm),
+        "candidates": _mean(stats.negatives, valid) + 1,
+        "effective_negatives": _mean(stats.effective_negatives, valid),
+        "scale": _mean(stats.scale, valid),
+        "norm_query": _mean(stats.query_norm, valid),
     }
     if hasattr(stats, "positive_similarity"):
         out |= _bound(out, stats.visible)
-        out |= {"positive_score": mean(stats.log_partition - stats.nll), "norm_key": mean(stats.key_norm)}
+        score = stats.log_partition - stats.nll
+        out |= {"positive_score": _mean(score, valid), "norm_key": _mean(stats.key_norm, valid)}
     return out
 
 
@@ -248,7 +245,5 @@ def finish(numbers: list[Numbers], step: int, name: str) -> dict[str, Any]:
         elif key == "max_score":
             out[key] = max(float(v) for v in values if v is not None)
         else:
-            given = [(float(v), w) for v, w in zip(values, weights, strict=True) if v is not None and w > 0]
-            given = [(v, w) for v, w in given if math.isfinite(v)]
-            out[key] = sum(v * w for v, w in given) / sum(w for _, w in given) if given else math.nan
+            out[key] = weighted_mean([math.nan if v is None else float(v) for v in values], weights)
     return out

@@ -6,7 +6,7 @@ Nothing of size n_query * n_key is built, except for a sample of rows kept under
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,10 +38,9 @@ def measure(call: Scores, sums: Accumulator, *, rows: int | None, phase: float, 
     if stats is not None:
         _add(call, sums, stats)
         return
-    plain = call.plain()
-    if plain is not None and sums.add_attention(*plain, call.causal, call.keep):
+    if sums.add_attention(call):
         return
-    dense = call.mask if call.scores is None else call.scores
+    dense = call.dense
     step = n
     if dense is not None and dense.shape[2] > 1 and dense.dtype != torch.bool:  # converted a few rows at a time
         step = max(1, min(n, CHUNK // max(1, dense.shape[0] * dense.shape[1] * dense.shape[3])))
@@ -52,26 +51,7 @@ def measure(call: Scores, sums: Accumulator, *, rows: int | None, phase: float, 
 
 def _add(part: Scores, sums: Accumulator, stats: Stats) -> None:
     found = Stats(*(t.reshape(part.shape) if t.dim() != 3 and t.numel() > 1 else t.expand(part.shape) for t in stats))
-    sums.add(found, FirstKey(part, found.log_partition), part.keep)
-
-
-@dataclass(frozen=True)
-class FirstKey:
-    """The mass on key 0, which plain attention lets the accumulator compute."""
-
-    call: Scores
-    log_partition: Tensor  # (batch, heads, n_query)
-
-    def given(self) -> Tensor | tuple[Tensor, Tensor, float]:
-        plain = self.call.plain()
-        if plain is not None and plain[1].shape[1] == self.call.heads and self.call.n_key > 0:
-            return plain
-        return self.mass()
-
-    def mass(self) -> Tensor:
-        if self.call.n_key == 0:
-            return torch.zeros_like(self.log_partition)
-        return self.call.first_key(self.log_partition).expand(self.log_partition.shape)
+    sums.add(part, found)
 
 
 def sample(call: Scores) -> Scores:
@@ -92,8 +72,12 @@ def sample(call: Scores) -> Scores:
 def look(call: Scores, sums: Accumulator) -> None:
     """Strongest keys and likeness of heads, from a sample of rows."""
     part = sample(call)
-    probs = part.gibbs().probs().float().nan_to_num(0.0)
-    sums.add_sample(probs.expand(part.batch, part.heads, part.n_query, part.n_key), part.keep)
+    sums.add_sample(_probs(part), part.keep)
+
+
+def _probs(part: Scores) -> Tensor:
+    """(batch, heads, n_query, n_key), 0 in rows that are empty or not finite."""
+    return part.gibbs().probs().float().nan_to_num(0.0).expand(*part.shape, part.n_key)
 
 
 def criticality(call: Scores, sums: Accumulator) -> None:
@@ -109,7 +93,7 @@ def criticality(call: Scores, sums: Accumulator) -> None:
     if part.keep is not None:
         live = live & part.keep[:, None, :]
     found = torch.where(live, critical_scale(weights.double().log()), torch.nan)
-    sums.critical.append(found.transpose(0, 1).flatten(1))
+    sums.critical = [*sums.critical, found.transpose(0, 1).flatten(1)]
     if part.scores is None:
         scale = torch.as_tensor(part.scale, dtype=torch.float64, device=part.first.device).expand(part.shape)
         sums.scale = scale.mean((0, 2))
@@ -154,18 +138,8 @@ def pooled_map(call: Scores, head: int, step: int, layer: int) -> dict[str, Any]
     tall = max(1, 4 * SAMPLE // m)
     for start in range(0, n, tall):
         stop = min(n, start + tall)
-        probs = (
-            mine.take(first, slice(start, stop))
-            .gibbs()
-            .probs()
-            .float()
-            .nan_to_num(0.0)
-            .expand(1, 1, stop - start, m)[0, 0]
-            .double()
-        )
-        by_column = torch.zeros(stop - start, columns, dtype=torch.float64, device=device).index_add_(
-            1, to_column, probs
-        )
+        probs = _probs(mine.take(first, slice(start, stop)))[0, 0].double()
+        by_column = total.new_zeros(stop - start, columns).index_add_(1, to_column, probs)
         total.index_add_(0, to_row[start:stop], by_column)
     total /= torch.bincount(to_row, minlength=rows)[:, None]
     peak = float(total.max())

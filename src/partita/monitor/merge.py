@@ -6,10 +6,8 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from partita.monitor.record import BAND_COLUMNS, COLUMNS, Block, Record
+from partita.monitor.record import ADDED, BAND_COLUMNS, COLUMNS, LARGEST, Block, Record
 
-ADDED = {"rows", "single", "nonfinite"}
-LARGEST = {"max_score", "length"}
 FROM_FIRST = {"sink_key", "twin"}
 
 
@@ -46,7 +44,7 @@ def _join(parts: list[Block]) -> Block:
         for at in range(0, len(given[0]), width):
             weights = [g[at] for g in given]
             total.append(sum(weights))
-            total.extend(_mean([g[at + i] for g in given], weights) for i in range(1, width))
+            total.extend(weighted_mean([g[at + i] for g in given], weights) for i in range(1, width))
         bands[band] = total
     return Block(parts[0].step, parts[0].layer, parts[0].training, out, bands)
 
@@ -59,10 +57,11 @@ def _combine(name: str, values: list[float], weights: list[float]) -> float:
         return sum(good)
     if name in LARGEST:
         return max(good)
-    return good[0] if name in FROM_FIRST else _mean(values, weights)
+    return good[0] if name in FROM_FIRST else weighted_mean(values, weights)
 
 
-def _mean(values: list[float], weights: list[float]) -> float:
+def weighted_mean(values: list[float], weights: list[float]) -> float:
+    """Over the finite values of some weight; NaN where there is none."""
     pairs = [(v, w) for v, w in zip(values, weights, strict=True) if math.isfinite(v) and w > 0]
     total = sum(w for _, w in pairs)
     return sum(v * w for v, w in pairs) / total if total else math.nan

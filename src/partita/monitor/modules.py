@@ -27,8 +27,7 @@ class Roll:
     """The modules of a model by identity, and their names; a module that is gone is not mistaken for a new one."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = {id(module): (weakref.ref(module), name) for name, module in followed(model)}
-        self._found: dict[int, tuple[weakref.ref[nn.Module], str]] = found
+        self._found = {id(module): (weakref.ref(module), name) for name, module in followed(model)}
 
     def name(self, module: nn.Module) -> str | None:
         entry = self._found.get(id(module))

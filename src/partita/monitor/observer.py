@@ -18,7 +18,7 @@ from partita.monitor.coverage import Coverage
 from partita.monitor.losses import Numbers
 from partita.monitor.modules import Frame, is_attention, named_cross, padding
 from partita.monitor.options import Options
-from partita.monitor.record import Record, Site
+from partita.monitor.record import Record, Site, keep_newest
 from partita.monitor.scores import Scores, self_padding
 
 log = logging.getLogger("partita.watch")
@@ -129,11 +129,11 @@ class Observer:
             for where in self.options.maps:
                 if where[0] == layer and where[1] < call.heads:
                     row = measure.pooled_map(call, where[1], self.step, layer)
-                    self._keep(self.record.maps, row, ("layer", "head"))
+                    keep_newest(self.record.maps, row, "layer", "head")
         else:
             sums.borrow(self._samples[layer])
         if count == 1 or count % 32 == 0 or (count >= 8 and count & (count - 1) == 0):
-            self._keep(self.record.curves, measure.curve(call, self.step, layer), ("layer",))
+            keep_newest(self.record.curves, measure.curve(call, self.step, layer), "layer")
 
     def passed_over(self) -> None:
         """The module being called holds attention that was not recorded."""
@@ -145,10 +145,6 @@ class Observer:
             return
         module = self.stack[-1].name if self.stack else ""
         self.buffer.losses.setdefault(f"{name} ({module})" if module else name, []).append(numbers)
-
-    def _keep(self, rows: list[dict[str, Any]], row: dict[str, Any], keys: tuple[str, ...]) -> None:
-        """The newest of its kind replaces the older one: memory stays O(layers x heads)."""
-        rows[:] = [r for r in rows if any(r[k] != row[k] for k in keys)] + [row]
 
     def close(self) -> None:
         """End the step."""
@@ -167,12 +163,8 @@ class Observer:
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
     """Statistics are float32 whatever the model runs in."""
-    on = [
-        d
-        for d in ("cpu", "cuda", "mps", "xpu")
-        if torch.amp.autocast_mode.is_autocast_available(d) and torch.is_autocast_enabled(d)
-    ]
     with contextlib.ExitStack() as stack:
-        for device in on:
-            stack.enter_context(torch.autocast(device, enabled=False))
+        for device in ("cpu", "cuda", "mps", "xpu"):
+            if torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -56,6 +56,7 @@ class Listener(Protocol):
 
 SITES: list[Site] = []
 _HERE = threading.local()
+_TRACED: dict[type, Any] = {Tensor: Tensor, int: torch.SymInt, float: torch.SymFloat}  # what stands for each in a graph
 
 
 @contextmanager
@@ -72,18 +73,14 @@ def listening(listener: Listener) -> Iterator[None]:
 def report(ticket: Tensor, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Put the operator into the graph that is being traced, with all tensors of the call; or run it."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    tensors = [x.detach() for x in leaves if isinstance(x, Tensor)]
-    sizes = [x for x in leaves if isinstance(x, torch.SymInt)]
-    numbers = [x for x in leaves if isinstance(x, torch.SymFloat)]
+    found = {kind: [x for x in leaves if isinstance(x, traced)] for kind, traced in _TRACED.items()}
     site.call = structure, [_slot(x) for x in leaves]
-    torch.ops.partita.report(ticket, tensors, sizes, numbers, site.number)
+    tensors = [x.detach() for x in found[Tensor]]
+    torch.ops.partita.report(ticket, tensors, found[int], found[float], site.number)
 
 
 def _slot(leaf: Any) -> Any:
-    for kind, slot in ((Tensor, Tensor), (torch.SymInt, int), (torch.SymFloat, float)):
-        if isinstance(leaf, kind):
-            return _Slot(slot)
-    return leaf
+    return next((_Slot(kind) for kind, traced in _TRACED.items() if isinstance(leaf, traced)), leaf)
 
 
 library.define(

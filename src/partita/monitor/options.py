@@ -86,13 +86,14 @@ def _maps(maps: Any) -> list[tuple[int, int]]:
 
 
 def _sinks(sinks: Any) -> list[Any]:
-    for sink in sinks if isinstance(sinks, (list, tuple)) else [sinks]:
+    given = list(sinks) if isinstance(sinks, (list, tuple)) else [sinks]
+    for sink in given:
         if not callable(sink):
             raise ValueError(
                 "sinks takes functions, such as sinks=[partita.monitor.tensorboard(SummaryWriter())], "
                 f"partita.monitor.json_lines(path) or partita.monitor.log_to(wandb.log); got {sink!r}."
             )
-    return list(sinks) if isinstance(sinks, (list, tuple)) else [sinks]
+    return given
 
 
 def _layers(given: Any, model: nn.Module, names: Sequence[str]) -> list[int | str] | None:

@@ -47,8 +47,8 @@ class Received:
         wrong += [Impossible(step, layer, int(h), "received", float(sums[h])) for h in bad.nonzero()[:, 0]]
         wide = -(-n // BINS)  # keys of a bin: as many in each but the last, or shares of bins would not compare
         bins, to_bin = -(-n // wide), torch.arange(n, device=share.device) // wide
-        pooled = torch.zeros(len(share), bins, dtype=share.dtype, device=share.device).index_add_(1, to_bin, share)
-        alike = torch.zeros(bins, dtype=share.dtype, device=share.device).index_add_(0, to_bin, self.alike)
+        pooled = share.new_zeros(len(share), bins).index_add_(1, to_bin, share)
+        alike = share.new_zeros(bins).index_add_(0, to_bin, self.alike)
         best, index = share.nan_to_num(0.0).topk(min(TOP, n), -1)
         shown, pairs = (known & ~bad).tolist(), zip(index.tolist(), best.tolist(), strict=True)
         top = [[[key, _digits(mass)] for key, mass in zip(*pair, strict=True)] for pair in pairs]
@@ -80,8 +80,7 @@ def _received(call: Scores) -> tuple[Tensor, Tensor]:
     """(heads, n_key) sums over batch and rows, and the (heads) rows behind them: those that are real and see a key."""
     gibbs = call.gibbs()
     stats = gibbs.stats()
-    shape = (call.batch, call.heads, call.n_query)
-    live = (stats.visible.expand(shape) > 0) & stats.log_partition.expand(shape).isfinite()
+    live = (stats.visible.expand(call.shape) > 0) & stats.log_partition.expand(call.shape).isfinite()
     if call.keep is not None:
         live = live & call.keep[:, None, :]
     received = gibbs.received(live.to(stats.entropy.dtype))
@@ -97,7 +96,7 @@ def _per_query_head(call: Scores) -> Scores:
 
 def _alike(call: Scores) -> Scores:
     """The same rows, each seeing what it sees, with all scores 0."""
-    dense = call.mask if call.scores is None else call.scores
+    dense = call.dense
     seen = dense if dense is None or dense.dtype == torch.bool else dense > invisible(dense.dtype)
     heads = call.heads if call.support is not None or (seen is not None and seen.shape[1] > 1) else 1
     zero = torch.zeros(1, 1, 1, 1, device=call.first.device)

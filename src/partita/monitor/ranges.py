@@ -28,33 +28,31 @@ class Impossible(NamedTuple):
         return f"{self.column} of layer {self.layer}, head {self.head}, step {self.step} came out as {self.value:.6g}"
 
 
-def limits(name: str, length: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The least and the largest value of a column, for heads that see at most `length` keys; None: anything."""
-    zero, one = torch.zeros_like(length), torch.ones_like(length)
-    if name == "entropy":
-        return zero, length.clamp(min=1).log()
-    if name == "effective_width":
-        return one, length.clamp(min=1)
-    if name == "visible":
-        return 2 * one, length.clamp(min=2)
-    if name in ("score_variance", "critical"):
-        return zero, torch.full_like(length, torch.inf)
-    if name == "twin_similarity":
-        return -one, one
-    if name.startswith(("normalized_entropy", "entropy_p", "sink_first", "sink_top", "top_mass")):
-        return zero, one
-    return None
+def limits(length: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """The least and the largest value of each column, for heads that see at most `length` keys; others: anything."""
+    zero, one, many = torch.zeros_like(length), torch.ones_like(length), length.clamp(min=1)
+    share, positive = (zero, one), (zero, torch.full_like(length, torch.inf))
+    return {
+        "entropy": (zero, many.log()),
+        "normalized_entropy": share,
+        "effective_width": (one, many),
+        "score_variance": positive,
+        "sink_first": share,
+        "top_mass": share,
+        "visible": (2 * one, length.clamp(min=2)),
+        **{f"normalized_entropy_{quantile}": share for quantile in ("p05", "p50", "p95")},
+        "sink_top": share,
+        "critical": positive,
+        "twin_similarity": (-one, one),
+    }
 
 
 def check(column: dict[str, Tensor]) -> list[tuple[str, int, float]]:
     """(column, head, value) of what cannot be; the column then holds NaN there, and is inside its limits elsewhere."""
     wrong: list[tuple[str, int, float]] = []
     there = column["rows"] > 0
-    for name, values in column.items():
-        bounds = limits(name, column["length"])
-        if bounds is None:
-            continue
-        low, high = bounds
+    for name, (low, high) in limits(column["length"]).items():
+        values = column[name]
         slack = SLACK * torch.where(high.isinf(), 1.0, high.abs()).clamp(min=1.0)
         bad = (values < low - slack) | (values > high + slack)
         if name in MEANS:

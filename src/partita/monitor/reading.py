@@ -11,7 +11,7 @@ import torch
 from partita.monitor.findings import Finding, Thresholds
 from partita.monitor.loading import load_record
 from partita.monitor.merge import merge_records
-from partita.monitor.record import Record
+from partita.monitor.record import Record, text_of
 
 
 class Reading:
@@ -28,7 +28,8 @@ class Reading:
         mine = self.finished()
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return mine
-        return merge_records([_from_bytes(part) for part in _all_bytes(_to_bytes(mine), group)])
+        sent = "".join(text_of(line) for line in mine.lines()).encode()
+        return merge_records([_from_bytes(part) for part in _all_bytes(sent, group)])
 
     def frame(self, pandas: bool | None = None) -> Any:
         """One row per step, layer and head: a pandas DataFrame where pandas is installed, else a `Table`."""
@@ -59,11 +60,6 @@ class Reading:
 
     def _repr_html_(self) -> str:
         return self.finished()._repr_html_()
-
-
-def _to_bytes(record: Record) -> bytes:
-    with TemporaryDirectory() as folder:
-        return record.save(Path(folder) / "record.jsonl").read_bytes()
 
 
 def _from_bytes(data: bytes) -> Record:

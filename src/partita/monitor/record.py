@@ -47,6 +47,8 @@ COLUMNS: dict[str, str] = {
 }
 BAND_COLUMNS = ("rows", "visible", "width", "normalized_entropy", "sink_first")
 INTEGERS = {"sink_key", "length", "rows", "single", "nonfinite", "twin"}
+ADDED = {"rows", "single", "nonfinite"}
+LARGEST = {"max_score", "length"}
 # the numbers a row of a loss may have; a row has `step` and `name` besides, and perhaps `type` and `bins`
 LOSS_COLUMNS = (
     *("loss", "entropy", "confidence", "accuracy", "rows", "classes", "candidates", "effective_negatives"),
@@ -91,6 +93,13 @@ class Block:
 
     def column(self, name: str) -> list[float]:
         return list(self.values[_INDEX[name] :: len(COLUMNS)])
+
+    def overall(self, name: str) -> float | None:
+        """One number of all heads: counts add up, maxima are maxima, the rest are means; None where none is finite."""
+        good = [v for v in self.column(name) if math.isfinite(v)]
+        if not good:
+            return None
+        return sum(good) if name in ADDED else max(good) if name in LARGEST else sum(good) / len(good)
 
 
 _INDEX = {name: i for i, name in enumerate(COLUMNS)}
@@ -200,6 +209,11 @@ def frame_columns() -> list[str]:
     return ["step", "layer", "head", *COLUMNS, "name", "training", "cross"]
 
 
+def keep_newest(rows: list[dict[str, Any]], row: dict[str, Any], *names: str) -> None:
+    """The newest of its kind replaces the older one: memory stays O(layers x heads)."""
+    rows[:] = [r for r in rows if any(r[name] != row[name] for name in names)] + [row]
+
+
 def text_of(line: dict[str, Any]) -> str:
     """A line of the file."""
     return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
@@ -216,14 +230,13 @@ def header(provenance: dict[str, Any]) -> dict[str, Any]:
 
 
 def block_line(block: Block) -> dict[str, Any]:
-    width, band = len(COLUMNS), len(BAND_COLUMNS)
     return {
         "kind": "attention",
         "step": block.step,
         "layer": block.layer,
         "training": block.training,
-        "values": _cut(block.values, width),
-        "bands": {str(key): _cut(values, band) for key, values in block.bands.items()},
+        "values": _cut(block.values, len(COLUMNS)),
+        "bands": {str(key): _cut(values, len(BAND_COLUMNS)) for key, values in block.bands.items()},
     }
 
 

@@ -62,6 +62,11 @@ class Scores:
     def shape(self) -> tuple[int, int, int]:
         return self.batch, self.heads, self.n_query
 
+    @property
+    def dense(self) -> Tensor | None:
+        """What has a number for each pair of query and key, or is broadcast to it."""
+        return self.mask if self.scores is None else self.scores
+
     def take(self, batch: Tensor | slice | None, rows: Tensor | slice) -> Scores:
         """The same call for some batch entries and some rows; which keys they see is written out."""
         pick = slice(None) if batch is None else batch
@@ -111,11 +116,10 @@ class Scores:
             scores=one(self.scores),
         )  # fmt: skip
 
-    def gibbs(self, factor: float = 1.0) -> Gibbs:
-        """The distribution; `factor` multiplies the scale (the bias stays)."""
+    def gibbs(self) -> Gibbs:
+        """The distribution."""
         if self.scores is not None:
-            s = raised(self.scores) if factor == 1.0 else raised(self.scores) * factor
-            s = torch.where(self.scores <= invisible(self.scores.dtype), -torch.inf, s)
+            s = added(self.scores)
             zero = s.new_zeros(1, 1, 1, 1)
             return Gibbs(zero.expand(1, 1, self.n_query, 1), zero.expand(1, 1, self.n_key, 1), bias=s)
         assert self.query is not None
@@ -124,14 +128,13 @@ class Scores:
         if self.mask is not None and self.mask.dtype == torch.bool:
             seen = seen & support.mask(self.mask)
         elif self.mask is not None:
-            bias = torch.where(self.mask <= invisible(self.mask.dtype), -torch.inf, raised(self.mask))
+            bias = added(self.mask)
         if self.causal:
             seen = seen & support.causal()
         grouped = self.key.shape[1] != self.query.shape[1]
         return Gibbs(
-            self.query, self.key, scale=self.scale * factor, bias=bias, support=seen, softcap=self.softcap,
-            grouped=grouped,
-        )  # fmt: skip
+            self.query, self.key, scale=self.scale, bias=bias, support=seen, softcap=self.softcap, grouped=grouped
+        )
 
     def at_factors(self, factors: Sequence[float]) -> Scores:
         """Rows that were taken, once for each factor of the scale, one after the other (a bias stays)."""
@@ -143,7 +146,7 @@ class Scores:
 
         keep = None if self.keep is None else self.keep.repeat(1, len(factors))
         if self.scores is not None:
-            s = torch.where(self.scores <= invisible(self.scores.dtype), -torch.inf, raised(self.scores))
+            s = added(self.scores)
             return replace(self, scores=torch.cat([s * f for f in factors], 2), keep=keep)
         wide = torch.promote_types(self.first.dtype, torch.float32)
         given = torch.as_tensor(self.scale, dtype=torch.float64, device=self.first.device).expand(self.shape)
@@ -158,6 +161,8 @@ class Scores:
 
     def first_key(self, log_partition: Tensor) -> Tensor:  # (batch, heads, n_query)
         """Mass on key 0: exp(score_i0 - log Z_i), 0 where it is not visible."""
+        if self.n_key == 0:
+            return torch.zeros_like(log_partition)
         if self.scores is not None:
             score = self.scores[..., 0]
             mass = (score.to(log_partition.dtype) - log_partition).exp()
@@ -187,6 +192,11 @@ def raised(t: Tensor) -> Tensor:
 def invisible(dtype: torch.dtype) -> float:
     """Added values at or below this hide a key: the dtype's minimum (and sums with it), and the -1e9 of older code."""
     return max(torch.finfo(dtype).min / 2, -1e8)
+
+
+def added(t: Tensor) -> Tensor:
+    """Scores or an added mask as the engine takes them: raised, and -inf where a key is hidden."""
+    return torch.where(t <= invisible(t.dtype), -torch.inf, raised(t))
 
 
 def hide(mask: Tensor | None, seen: Tensor | None) -> Tensor | None:
@@ -259,8 +269,7 @@ def self_padding(call: Scores) -> Tensor | None:
     """
     if call.n_query != call.n_key:
         return None
-    seen = None
-    dense = call.mask if call.scores is None else call.scores
+    seen, dense = None, call.dense
     if dense is not None:
         line = dense[:, 0, 0] if dense.shape[2] == 1 else dense[:, 0].diagonal(dim1=-2, dim2=-1)
         seen = line if line.dtype == torch.bool else line > invisible(line.dtype)

@@ -26,16 +26,8 @@ def scalars(
     out: dict[str, float] = {}
     for block in blocks:
         for name in SCALARS:
-            values = [v for v in block.column(name) if math.isfinite(v)]
-            if values:
-                best = (
-                    sum(values)
-                    if name == "nonfinite"
-                    else max(values)
-                    if name == "max_score"
-                    else sum(values) / len(values)
-                )
-                out[f"partita/{name}/layer{block.layer}"] = best
+            if (value := block.overall(name)) is not None:
+                out[f"partita/{name}/layer{block.layer}"] = value
             if heads:
                 out |= {
                     f"partita/{name}/layer{block.layer}/head{h}": v

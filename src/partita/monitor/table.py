@@ -17,8 +17,7 @@ class Table:
 
     def __init__(self, rows: Iterable[dict[str, Any]], columns: list[str] | None = None) -> None:
         self.rows = list(rows)
-        known = columns or []
-        self.columns = known or list(dict.fromkeys(key for row in self.rows for key in row))
+        self.columns = columns or list(dict.fromkeys(key for row in self.rows for key in row))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -37,13 +37,20 @@ def around(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def _attention(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = named(args, kwargs)
     asked = given.pop("return_stats", False)
-    query = given["query"]
     out, stats, *more = function(**given, return_stats=True)
+    _mark_attention(given, stats)
+    if asked:
+        return out, stats, *more
+    return (out, *more) if more else out
+
+
+def _mark_attention(given: dict[str, Any], stats: Any) -> None:
     try:
         call = partita_scores(given)
     except ValueError:  # what has no close look without a graph has none here, and breaks no graph
         mark("attention", (), {}, False)
-        return _asked(out, stats, more, asked)
+        return
+    query = given["query"]
     shown: list[Tensor] = []
     layout: list[int] | None = None
     if call.support is not None:
@@ -52,11 +59,3 @@ def _attention(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     operands = call.query, call.key, call.scale, call.mask, call.causal, call.softcap
     seen = {"stats": tuple(stats), "shown": shown, "layout": layout, "shape": tuple(query.shape)}
     mark("attention", operands, seen, True)
-    return _asked(out, stats, more, asked)
-
-
-def _asked(out: Tensor, stats: Any, more: list[Any], asked: bool) -> Any:
-    """What the user asked for."""
-    if asked:
-        return out, stats, *more
-    return (out, *more) if more else out

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.monitor.record import LOSS_COLUMNS, Block, Record, frame_columns
-from partita.monitor.sinks import Sink, scalars
+from partita.monitor.sinks import Sink, log_to
 
 __all__ = ["csv_file", "mlflow", "tensorboard", "trackio", "wandb"]
 
@@ -30,13 +30,13 @@ def tensorboard(writer: Any, *, heads: bool = False) -> Sink:
     folder = isinstance(writer, (str, Path))
     log: Any = _package("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(writer)) if folder else writer
 
-    def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
-        for name, value in scalars(record, blocks, losses, heads=heads).items():
+    def add(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
             log.add_scalar(name, value, step)
         if folder:
             log.flush()
 
-    return sink
+    return log_to(add, heads=heads)
 
 
 def wandb(run: Any = None, *, heads: bool = False, **init: Any) -> Sink:
@@ -48,11 +48,7 @@ def wandb(run: Any = None, *, heads: bool = False, **init: Any) -> Sink:
     log = run if run is not None else package.run if package.run is not None and not init else package.init(**init)
     log.define_metric("partita/step", hidden=True)
     log.define_metric("partita/*", step_metric="partita/step")
-
-    def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
-        log.log({**scalars(record, blocks, losses, heads=heads), "partita/step": step})
-
-    return sink
+    return log_to(log.log, heads=heads, pass_step=False)
 
 
 def mlflow(run_id: str | None = None, *, heads: bool = False) -> Sink:
@@ -62,15 +58,11 @@ def mlflow(run_id: str | None = None, *, heads: bool = False) -> Sink:
     """
     package = _package("mlflow", "mlflow")
 
-    def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
-        values = scalars(record, blocks, losses, heads=heads)
-        package.log_metrics({_plain(name): v for name, v in values.items()}, step=step, run_id=run_id)
+    def log(values: dict[str, float], step: int) -> None:
+        plain = {re.sub(r"[^\w./ -]+", "_", name): value for name, value in values.items()}
+        package.log_metrics(plain, step=step, run_id=run_id)
 
-    return sink
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^\w./ -]+", "_", name)
+    return log_to(log, heads=heads)
 
 
 def trackio(project: str | None = None, *, heads: bool = False, **init: Any) -> Sink:
@@ -78,11 +70,7 @@ def trackio(project: str | None = None, *, heads: bool = False, **init: Any) -> 
     package = _package("trackio", "trackio")
     if project is not None:
         package.init(project=project, **init)
-
-    def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
-        package.log(scalars(record, blocks, losses, heads=heads), step=step)
-
-    return sink
+    return log_to(package.log, heads=heads)
 
 
 def csv_file(path: str | Path) -> Sink:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ class Updates:
         self._mode = mode
         self._thread = 0
         self._hooks: tuple[Any, ...] = ()
-        self._pause: contextlib.ExitStack | None = None
+        self._above: int | None = None  # modes above ours in the stack it was taken out of, while it is
 
     def on(self) -> None:
         self._thread = threading.get_ident()
@@ -36,16 +35,15 @@ class Updates:
 
     def resume(self) -> None:
         """Put the mode back; also when a module is called, in a step or after one that raised and told nobody."""
-        pause, self._pause = self._pause, None
-        if pause is not None:
-            pause.close()
+        above, self._above = self._above, None
+        if above is not None:
+            self._mode.on(above)
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread or any(callable(x) for x in (*args[1:], *kwargs.values())):
             return
         self.resume()
-        self._pause = contextlib.ExitStack()
-        self._pause.enter_context(self._mode.without())
+        self._above = self._mode.off()
 
     def _after(self, *_: Any) -> None:
         if threading.get_ident() == self._thread:

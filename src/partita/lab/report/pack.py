@@ -11,10 +11,11 @@ import gzip
 import math
 import struct
 from array import array
+from itertools import accumulate
 from typing import Any
 
 from partita.lab.report.studies import KIND
-from partita.monitor.record import BAND_COLUMNS, LOSS_COLUMNS, Block, Record, clean
+from partita.monitor.record import BAND_COLUMNS, LOSS_COLUMNS, Record, clean
 
 METRICS = (
     "normalized_entropy",
@@ -40,14 +41,11 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
     bins = _bins(steps, points)
     shown = [group[-1] for group in bins]
     slot = {step: i for i, group in enumerate(bins) for step in group}
-    offsets = _offsets(record)
-    heads = sum(s.heads for s in record.sites)
+    *offsets, heads = accumulate((site.heads for site in record.sites), initial=0)
     columns: dict[str, array[float]] = {}
-    for name in (*METRICS, *QUANTILES):
-        columns[name] = _gather(record, name, offsets, heads, slot, len(bins))
-    for name in ASKED:
+    for name in (*METRICS, *QUANTILES, *ASKED):
         found = _gather(record, name, offsets, heads, slot, len(bins))
-        if any(map(math.isfinite, found)):
+        if name not in ASKED or any(map(math.isfinite, found)):
             columns[name] = found
     metrics, resolution = _encode(columns, len(bins))
     packed = {
@@ -57,13 +55,13 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
         "resolution": resolution,
         "rowsPerStep": _rows(record, slot, len(bins)),
         "bands": _bands(record, steps),
-        "curves": {str(c["layer"]): clean(c) for c in record.curves},
-        "keys": {str(c["layer"]): clean(c.get("keys") or []) for c in record.curves},
+        "curves": {str(c["layer"]): c for c in record.curves},
+        "keys": {str(c["layer"]): c.get("keys") or [] for c in record.curves},
         "maps": {f"{m['layer']},{m['head']}": _map(m) for m in record.maps},
         "received": _received(record),
         "losses": _losses(record, points),
-        "studies": clean([row for row in record.studies if row.get("study") != KIND]),
-        "totals": {k: _total(record, k) for k in ("rows", "single", "nonfinite")},
+        "studies": [row for row in record.studies if row.get("study") != KIND],
+        "totals": {k: int(sum(b.overall(k) or 0 for b in record.blocks)) for k in ("rows", "single", "nonfinite")},
     }
     return dict(clean(packed))
 
@@ -71,14 +69,6 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
 def _bins(steps: list[int], points: int) -> list[list[int]]:
     size = max(1, math.ceil(len(steps) / points))
     return [steps[i : i + size] for i in range(0, len(steps), size)]
-
-
-def _offsets(record: Record) -> list[int]:
-    offsets, total = [], 0
-    for site in record.sites:
-        offsets.append(total)
-        total += site.heads
-    return offsets
 
 
 def _gather(
@@ -109,9 +99,9 @@ def _encode(columns: dict[str, array[float]], steps: int) -> tuple[dict[str, Any
             name: _one(values, "u8" if kind == "u16" and name in QUANTILES else kind, steps)
             for name, values in columns.items()
         }
-        if kind == "u8" or sum(len(p["data"]) for p in packed.values()) <= BUDGET:
-            return packed, words[kind]
-    raise AssertionError("unreachable")
+        if sum(len(p["data"]) for p in packed.values()) <= BUDGET:
+            break
+    return packed, words[kind]
 
 
 def _one(values: array[float], kind: str, steps: int) -> dict[str, Any]:
@@ -133,8 +123,7 @@ def _rows(record: Record, slot: dict[int, int], points: int) -> dict[str, list[f
     rows: dict[str, list[float | None]] = {}
     for block in record.blocks:
         line = rows.setdefault(str(block.layer), [None] * points)
-        first = block.column("rows")[:1]
-        line[slot[block.step]] = first[0] if first else None
+        line[slot[block.step]] = next(iter(block.column("rows")), None)
     return rows
 
 
@@ -190,7 +179,7 @@ def _short_profile(row: dict[str, Any]) -> dict[str, Any]:
     def few(values: list[float | None] | None) -> Any:
         return None if values is None else [None if v is None else float(f"{v:.4g}") for v in values]
 
-    return {**clean(row), "bins": [few(line) for line in row["bins"]], "alike": few(row["alike"])}
+    return {**row, "bins": [few(line) for line in row["bins"]], "alike": few(row["alike"])}
 
 
 def _map(given: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +188,7 @@ def _map(given: dict[str, Any]) -> dict[str, Any]:
     try:
         whole = all(isinstance(n, int) and n > 0 for n in sizes) and isinstance(given.get("peak"), (int, float))
         if whole and len(base64.b64decode(given["data"], validate=True)) == given["rows"] * given["columns"]:
-            return dict(clean(given))
+            return given
     except (KeyError, TypeError, ValueError):
         pass
     return {"layer": given["layer"], "head": given["head"], "damaged": True}
@@ -217,9 +206,7 @@ def _losses(record: Record, points: int) -> dict[str, Any]:
         out[name] = {
             "type": rows[0].get("type"),
             "steps": [r["step"] for r in rows],
-            "columns": {
-                c: clean([r.get(c) for r in rows]) for c in LOSS_COLUMNS if any(r.get(c) is not None for r in rows)
-            },
+            "columns": {c: [r.get(c) for r in rows] for c in LOSS_COLUMNS if any(r.get(c) is not None for r in rows)},
             "bins": bins,
             "calibration_error": gap,
         }
@@ -236,10 +223,3 @@ def _reliability(rows: list[dict[str, Any]]) -> list[list[float]]:
             total[1] += count * (confidence or 0.0)
             total[2] += count * (right or 0.0)
     return [[n, c / n, r / n] for _, (n, c, r) in sorted(sums.items()) if n > 0]
-
-
-def _total(record: Record, name: str) -> int:
-    def finite(block: Block) -> float:
-        return sum(v for v in block.column(name) if math.isfinite(v))
-
-    return int(sum(finite(block) for block in record.blocks))

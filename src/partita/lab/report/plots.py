@@ -57,12 +57,11 @@ def _note(record: Record) -> str:
     return f"{name[:80]}: {heads} heads in {len(record.sites)} layers, {steps} {record.unit}{'s' * (steps != 1)}"
 
 
-def _over_time(record: Record, column: str, of_heads: Callable[[list[float]], float]) -> list[Line]:
+def _over_time(record: Record, column: str) -> list[Line]:
     layers: dict[int, dict[int, float]] = {}
     for block in record.blocks:
-        values = [v for v in block.column(column) if math.isfinite(v)]
-        if values:
-            layers.setdefault(block.layer, {})[block.step] = of_heads(values)
+        if (value := block.overall(column)) is not None:
+            layers.setdefault(block.layer, {})[block.step] = value
     if all(len(steps) < 2 for steps in layers.values()):  # one look: the layers are the axis
         at = sorted(layers)
         return [Line("", [float(n) for n in at], [next(iter(layers[n].values())) for n in at])]
@@ -81,13 +80,13 @@ def _axis(record: Record) -> str:
 
 
 def entropy(record: Record) -> Figure:
-    lines = _over_time(record, "normalized_entropy", lambda v: sum(v) / len(v))
+    lines = _over_time(record, "normalized_entropy")
     panel = Panel("mean over heads and rows of H / log n", _axis(record), "H / log n", lines)
     return Figure("Do the heads select?", [panel], f"{_note(record)}; 1 is an average over all keys, 0 is one key")
 
 
 def scores(record: Record) -> Figure:
-    lines, limit = _over_time(record, "max_score", max), Thresholds().logit_warning
+    lines, limit = _over_time(record, "max_score"), Thresholds().logit_warning
     x = [v for line in lines for v in line.x]
     if max((v for line in lines for v in line.y), default=0.0) > limit / 2:
         lines.append(Line(f"warning {limit:g}", [min(x), max(x)], [limit, limit], kind="theory"))

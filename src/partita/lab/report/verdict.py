@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
+from typing import Any
 
 from partita.lab.report.studies import KIND
 from partita.monitor.findings import HABITS, Finding, verdicts
@@ -38,13 +39,12 @@ def sentence(record: Record, findings: list[Finding]) -> str:
     look = verdicts(findings)
     parts = []
     for code, words in WORDS.items():
-        found = [f for f in faults if f.code == code]
-        count = len({h for f in found for h in f.heads})
-        if count:
-            layers = Counter(h[0] for f in found for h in f.heads).most_common(1)[0][0]
-            only = len({h[0] for f in found for h in f.heads}) == 1
+        found = [where for f in faults if f.code == code for where in f.heads]
+        if found:
+            layers, count = Counter(layer for layer, _ in found), len(set(found))
             said = ONE.get(code, words) if count == 1 else words
-            parts.append(f"{count} {said}{' in' if only else ', most in'} layer {layers}")
+            most = layers.most_common(1)[0][0]
+            parts.append(f"{count} {said}{' in' if len(layers) == 1 else ', most in'} layer {most}")
     dilution = next((f for f in faults if f.code == "LENGTH_DILUTION"), None)
     if dilution:
         parts.append("attention dilutes with length: " + dilution.evidence.split(" (")[0])
@@ -63,17 +63,16 @@ def sentence(record: Record, findings: list[Finding]) -> str:
 
 def fallback(record: Record, findings: list[Finding], text: str) -> str:
     """Escaped markup for readers without scripts: the sentence, the findings, a mean per layer at the last step."""
-    rows = "".join(f"<li>{html.escape(_cut(str(f)))}</li>" for f in findings[:20])
+    rows = "".join(f"<li>{_safe(f)}</li>" for f in findings[:20])
     last = max((b.step for b in record.blocks), default=None)
     cells = "".join(
-        f"<tr><td>{b.layer}</td><td>{html.escape(_cut(record.sites[b.layer].name))}</td><td>{_mean(b.column('normalized_entropy'))}</td></tr>"
+        f"<tr><td>{b.layer}</td><td>{_safe(record.sites[b.layer].name)}</td><td>{_mean(b.column('normalized_entropy'))}</td></tr>"
         for b in record.blocks
         if b.step == last
     )
     head = "<tr><th>layer</th><th>name</th><th>mean H / log(visible)</th></tr>"
     studies = "".join(
-        f"<li>{html.escape(_cut(str(r.get('question'))))} {html.escape(_cut(str(r.get('answer'))))}: "
-        f"{html.escape(_cut(str(r.get('evidence'))))}</li>"
+        f"<li>{_safe(r.get('question'))} {_safe(r.get('answer'))}: {_safe(r.get('evidence'))}</li>"
         for r in record.studies
         if r.get("study") == KIND
     )
@@ -86,6 +85,7 @@ def _mean(values: list[float]) -> str:
     return f"{sum(good) / len(good):.4f}" if good else "no value"
 
 
-def _cut(given: str) -> str:
-    text = given.encode("utf-8", "replace").decode("utf-8")
-    return text if len(text) <= 400 else text[:399] + "…"
+def _safe(value: Any) -> str:
+    """As escaped text of at most 400 characters."""
+    text = str(value).encode("utf-8", "replace").decode("utf-8")
+    return html.escape(text if len(text) <= 400 else text[:399] + "…")

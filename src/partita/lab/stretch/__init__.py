@@ -30,6 +30,7 @@ from partita.scale import InverseSqrt, LogLength, Policy, SqrtLogLength
 __all__ = ["Question", "stretch"]
 
 _BEST = 2  # position settings that meet the scales
+_CHOOSE, _JUDGE = slice(0, None, 2), slice(1, None, 2)  # windows that choose the setting, and those that judge it
 _LEAST = 1e-4  # nats: two ways to compute the same reading part by rounding, and need not do so evenly
 
 
@@ -111,7 +112,7 @@ def _search(
     total = len(first) + len(scales) * (_BEST if reads.turns else 1)
     for k, setting in enumerate(first):
         _run(reads, question, cells, setting, f"{k + 1}/{total}", say)
-    chosen = sorted(first, key=lambda s: _mean(cells, question, s, chosen=True))[:_BEST]
+    chosen = sorted(first, key=lambda s: _mean(cells, question, s))[:_BEST]
     second = [Setting(s.positions, scale) for s in chosen for scale in scales]
     for k, setting in enumerate(second):
         _run(reads, question, cells, setting, f"{len(first) + k + 1}/{total}", say)
@@ -134,13 +135,9 @@ def _run(
         say(f"[{place}] {setting.name} at {length}: {sum(losses) / len(losses):.4f} nats ({took:.1f} s)")
 
 
-def _halves(losses: list[float], *, chosen: bool) -> list[float]:
-    """Windows that choose the setting, or those that judge it."""
-    return losses[0::2] if chosen else losses[1::2]
-
-
-def _mean(cells: Cells, question: Question, setting: Setting, *, chosen: bool) -> float:
-    found = _halves(cells.known[setting.name, question.longest], chosen=chosen)
+def _mean(cells: Cells, question: Question, setting: Setting) -> float:
+    """Of the windows that choose."""
+    found = cells.known[setting.name, question.longest][_CHOOSE]
     mean = sum(found) / len(found)
     return mean if math.isfinite(mean) else math.inf
 
@@ -149,13 +146,13 @@ def _mean(cells: Cells, question: Question, setting: Setting, *, chosen: bool) -
 
 
 def _judged(reads: Reader, question: Question, cells: Cells, tried: list[Setting]) -> dict[str, Any]:
-    best = min(tried, key=lambda s: _mean(cells, question, s, chosen=True))
+    best = min(tried, key=lambda s: _mean(cells, question, s))
     rows = []
     for setting in tried:
         at = []
         for n in question.lengths:
             own, other = cells.known[OWN.name, n], cells.known[setting.name, n]
-            at.append({"length": n, "loss": _as_dict(_of(other)), "gain": _as_dict(_gain(own, other))})
+            at.append({"length": n, "loss": _as_dict(interval(other[_JUDGE])), "gain": _as_dict(_gain(own, other))})
         rows.append({"name": setting.name, "code": reads.code(setting), "at": at})
     long, short = question.longest, question.trained
     own, read = cells.known[OWN.name, long], cells.known[best.name, long]
@@ -178,14 +175,9 @@ def _judged(reads: Reader, question: Question, cells: Cells, tried: list[Setting
     }
 
 
-def _of(losses: list[float]) -> Interval:
-    return interval(_halves(losses, chosen=False))
-
-
 def _gain(own: list[float], other: list[float]) -> Interval:
     """How much lower the loss is, window by window: what both share cancels."""
-    pairs = zip(_halves(own, chosen=False), _halves(other, chosen=False), strict=True)
-    return interval(a - b for a, b in pairs)
+    return interval(a - b for a, b in zip(own[_JUDGE], other[_JUDGE], strict=True))
 
 
 def _as_dict(found: Interval) -> dict[str, float]:

@@ -17,6 +17,7 @@ _FIELDS = (
     ("spread", "standard deviation of scores"),
     ("critical", "critical scale / present scale"),
 )
+_EMPTY = "<div class='empty'>No head was seen: the model's attention does not pass where it can be watched.</div>"
 _SHOWN = 3  # settings in colour beside the model's own reading
 _STYLE = """
 .answer { font-size: 18px; line-height: 27px; max-width: 78ch; }
@@ -43,7 +44,7 @@ def render(found: dict[str, Any]) -> str:
 <section><h2>Loss against length</h2>{_bare(svg(loss))}</section>
 <section><h2>Every setting</h2><p class="soft small">Nats per token, with 95 % intervals over windows; in brackets how
 much lower than unmodified at the same length, window by window.</p><div class="scroll">{_table(found)}</div></section>
-<section><h2>What the heads do as the text grows</h2>{_bare(svg(heads)) if heads else _empty()}</section>
+<section><h2>What the heads do as the text grows</h2>{_bare(svg(heads)) if heads else _EMPTY}</section>
 """
     style = asset("partita.lab.report", "base.css") + _DARK + stylesheet() + _STYLE
     return static_page(title=title, style=style, body=body)
@@ -147,7 +148,3 @@ def _bare(drawn: str) -> str:
     """A figure without the rules that the page has already."""
     start, end = drawn.index("<style>"), drawn.index("</style>") + len("</style>")
     return f"<figure><div class='body'>{drawn[:start]}{drawn[end:]}</div></figure>"
-
-
-def _empty() -> str:
-    return "<div class='empty'>No head was seen: the model's attention does not pass where it can be watched.</div>"
