@@ -12,21 +12,9 @@ from partita import support as supports
 from partita.contrastive.candidates import Bank, positive_score
 from partita.contrastive.readout import readout, similarity_moments
 from partita.engine import Stats
-from partita.gibbs import Gibbs
 from partita.processes import ALONE, Processes
 
-__all__ = ["diagonal_loss", "row_and_column_nll"]
-
-
-def row_and_column_nll(
-    query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None = None, processes: Processes = ALONE
-) -> tuple[Tensor, Tensor]:  # (n,), (n,)
-    """-log p of the diagonal by rows and by columns of one score matrix."""
-    if bias is None and processes.alone:
-        return Gibbs(query, key, scale=scale).both_ways_nll()
-    own = torch.arange(query.shape[0], device=query.device)
-    rows, columns = processes.both_ways(query, key, scale, bias, own)
-    return rows.nll(), columns.nll()
+__all__ = ["diagonal_loss"]
 
 
 def diagonal_loss(
@@ -45,7 +33,7 @@ def diagonal_loss(
     own = torch.arange(len(query), device=query.device)
     if not return_stats:
         if symmetric:
-            rows, columns = row_and_column_nll(query, key, scale, bias, processes)
+            rows, columns = processes.both_ways_nll(query, key, scale, bias, own)
             return processes.reduce((rows + columns) / 2, reduction).to(dtype)
         one = processes.sums(query, key, scale, bias=bias, target=own, statistics=False)
         return processes.reduce(one.nll(), reduction).to(dtype)
