@@ -17,7 +17,9 @@ from partita._overrides import overridable
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.losses.objective import Options, Terms, likeliest
+from partita.losses.sharded import Slice
 from partita.precision import loss_dtype
+from partita.processes import ALONE
 from partita.rows import blank_ignored, loss_stats, probabilities, reduce_rows, sums_of
 
 __all__ = ["brier_loss", "cross_entropy", "focal_loss", "mae_loss", "mse_loss"]
@@ -75,7 +77,7 @@ def cross_entropy(
         sums = sums_of(raised, index)
         class_weight = options.class_weight(raised.dtype)
         linear = (raised if class_weight is None else raised * class_weight).sum(-1) if label_smoothing else None
-        terms = Terms.of_index(index, options, linear, sample, kept, raised[..., 0])
+        terms = Slice(ALONE, n_class, None, index).terms(options, linear, sample, kept, raised.dtype)
     rows = terms.rows(sums.nll(), sums.state, options)
     loss = terms.reduce(rows, options).to(loss_dtype(input))
     if not return_stats:
