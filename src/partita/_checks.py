@@ -191,8 +191,7 @@ def check_rows(name: str, given: Tensor, rows: Tensor) -> None:
     """A number per row, or one for several."""
     check_float(name, given)
     check_device(("query", name), (rows, given))
-    shape = rows.shape[rows.dim() - given.dim() :]
-    if given.dim() > rows.dim() or any(a not in (1, b) for a, b in zip(given.shape, shape, strict=True)):
+    if not expands(given.shape, rows.shape):
         raise ShapeError(
             f"{name} must broadcast to the rows {shape_text(rows)}; got {shape_text(given)}. "
             f"One number per head is {name}[:, None]."
