@@ -31,22 +31,20 @@ def diagonal_loss(
 ) -> Tensor | tuple[Tensor, Stats]:
     """InfoNCE with the batch's other pairs as negatives."""
     own = torch.arange(len(query), device=query.device)
+    if symmetric and not return_stats:
+        rows, columns = processes.both_ways_nll(query, key, scale, bias, own)
+        return processes.reduce((rows + columns) / 2, reduction).to(dtype)
+    sums = processes.sums(query, key, scale, bias=bias, target=own, rank=return_stats, statistics=return_stats)
+    rows = nll = sums.nll()
+    if symmetric:
+        rows = (nll + processes.sums(key, query, scale, bias=bias, target=own, statistics=False).nll()) / 2
+    loss = processes.reduce(rows, reduction).to(dtype)
     if not return_stats:
-        if symmetric:
-            rows, columns = processes.both_ways_nll(query, key, scale, bias, own)
-            return processes.reduce((rows + columns) / 2, reduction).to(dtype)
-        one = processes.sums(query, key, scale, bias=bias, target=own, statistics=False)
-        return processes.reduce(one.nll(), reduction).to(dtype)
-    sums = processes.sums(query, key, scale, bias=bias, target=own, rank=True)
-    rows = sums.nll()
+        return loss
     others = Bank(key, supports.not_self(), processes=processes)
     with torch.no_grad():
         negatives = others.state(query, scale)
     positive = positive_score(query, key, 1.0)
     assert sums.rank is not None
     moments = similarity_moments([others], query, positive, [positive])
-    stats = readout(sums.state, negatives, sums.rank, rows, positive, moments, scale, (query, key))
-    if symmetric:
-        back = processes.sums(key, query, scale, bias=bias, target=own, statistics=False)
-        rows = (rows + back.nll()) / 2
-    return processes.reduce(rows, reduction).to(dtype), stats
+    return loss, readout(sums.state, negatives, sums.rank, nll, positive, moments, scale, (query, key))
