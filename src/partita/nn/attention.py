@@ -295,12 +295,10 @@ class EntropyInvariantAttention(MultiheadAttention):
         key = query if key is None else key
         value = key if value is None else value
         named = dict(zip(_TORCHS, torchs, strict=False))
-        again = sorted(named.keys() & options.keys())
-        if again or len(torchs) > len(_TORCHS):
+        if named.keys() & options.keys() or len(torchs) > len(_TORCHS):
             raise ValueRangeError(f"too many arguments: after value come {', '.join(_TORCHS)}, each once.")
-        if options.get("mask") is not None:
+        if options.pop("mask", None) is not None:
             raise ValueRangeError(f"mask= does not say what it means. {_LANGUAGES}")
-        options.pop("mask", None)
         batch, n_query, n_key = self._sizes(query, key)
         pad = named.get("key_padding_mask")
         if pad is not None and (tuple(pad.shape) != (batch, n_key) or batch == n_query):
@@ -308,8 +306,7 @@ class EntropyInvariantAttention(MultiheadAttention):
         named = {"need_weights": False, **named, **options}
         if keep_mask is not None:
             hidden = ~kept(keep_mask, n_query, n_key)
-            given = named.get("attn_mask")
-            if given is not None:
+            if named.get("attn_mask") is not None:
                 raise ValueRangeError("give keep_mask or attn_mask, not both: join them with & of what they show.")
             named["attn_mask"] = hidden
         return super().forward(query, key, value, **named)
