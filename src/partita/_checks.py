@@ -191,8 +191,7 @@ def check_rows(name: str, given: Tensor, rows: Tensor) -> None:
     """A number per row, or one for several."""
     check_float(name, given)
     check_device(("query", name), (rows, given))
-    shape = rows.shape[rows.dim() - given.dim() :]
-    if given.dim() > rows.dim() or any(a not in (1, b) for a, b in zip(given.shape, shape, strict=True)):
+    if not expands(given.shape, rows.shape):
         raise ShapeError(
             f"{name} must broadcast to the rows {shape_text(rows)}; got {shape_text(given)}. "
             f"One number per head is {name}[:, None]."
@@ -201,9 +200,7 @@ def check_rows(name: str, given: Tensor, rows: Tensor) -> None:
 
 def check_bias(bias: Tensor, n_query: int, n_key: int) -> None:
     check_float("bias", bias)
-    ok = bias.dim() < 1 or bias.shape[-1] in (1, n_key)
-    ok = ok and (bias.dim() < 2 or bias.shape[-2] in (1, n_query))
-    if not ok:
+    if not expands(bias.shape[-2:], (n_query, n_key)):
         raise ShapeError(
             f"bias must broadcast to (..., n_query, n_key) = (..., {n_query}, {n_key}); got {shape_text(bias)}. "
             f"A bias per query is bias[:, None]."

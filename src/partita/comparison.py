@@ -52,8 +52,8 @@ def weighted_divergence(p: Gibbs, q: Gibbs, weight: Tensor, kind: str = "forward
     named = check_kind(kind, beta)
     if one.groups > 1:
         return (weight * rows_of(one, other, *named)).sum()
-    rows = torch.empty((*_checks.broadcast(one.batch, other.batch), one.n_query), dtype=torch.float32, device="meta")
-    return weighted_sum(one, other, *named, weight.detach().to(one.dtype).expand(rows.shape))
+    rows = (*_checks.broadcast(one.batch, other.batch), one.n_query)
+    return weighted_sum(one, other, *named, weight.detach().to(one.dtype).expand(rows))
 
 
 def score_divergence(s: Tensor, t: Tensor, kind: str = "forward", *, beta: float = 0.5) -> Tensor:  # (..., n)

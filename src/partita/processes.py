@@ -18,12 +18,11 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
 
-from partita.engine import State
 from partita.engine.sums import Sums
 from partita.engine.visibility import Visibility
 from partita.gibbs import Gibbs
@@ -70,19 +69,9 @@ class Processes:
     """This process alone."""
 
     sizes: tuple[tuple[int, ...], ...] = ()  # once agreed: of each kind of rows, how many every rank holds
-
-    @property
-    def alone(self) -> bool:
-        return True
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def zigzag(self) -> bool:
-        """Whether a sequence is spread in zigzag order."""
-        return False
+    rank: int = 0
+    zigzag: bool = False  # whether a sequence is spread in zigzag order
+    alone: ClassVar[bool] = True
 
     def checks(self) -> contextlib.AbstractContextManager[None]:
         """Checks of this rank's own arguments: what fails here is an error on every rank."""
@@ -124,10 +113,6 @@ class Processes:
         """A small tensor per row, of every rank; without a gradient."""
         return [own]
 
-    def merge(self, state: State, statistics: bool = True) -> State:
-        """The state of the keys of all ranks, for states of the same rows."""
-        return state
-
     def reduce(self, rows: Tensor, reduction: str, total: Tensor | None = None) -> Tensor:
         """torch's reduction over the rows of all ranks; "none" gives this rank's own."""
         return reduce_rows(rows, reduction, total)
@@ -148,20 +133,22 @@ class Processes:
         value, rank, statistics = asked.get("value"), asked.get("rank", False), asked.get("statistics", True)
         return gibbs.reduce(value, asked.get("target"), rank=rank, statistics=statistics, mean=value is not None)
 
-    def slices(self, gibbs: Gibbs, target: Tensor, here: Tensor, *, rank: bool, statistics: bool) -> Sums:
+    def slices(self, gibbs: Gibbs, target: Tensor, here: Tensor | None, *, rank: bool, statistics: bool) -> Sums:
         """The sums of rows that every rank holds, where each holds a slice of the keys; states are merged.
 
         target: a key of this rank's slice; where `here` is False the row's target is elsewhere.
-        rank: with the ranks come both ends of every row, named by their keys in the whole.
+        rank: with the ranks come both ends of every row, named by their keys in the whole, and the variance.
         """
-        return gibbs.reduce(target=target, rank=rank, statistics=statistics, extremes=rank)
+        return gibbs.reduce(target=target, rank=rank, statistics=statistics, variance=rank, extremes=rank)
 
-    def both_ways(
-        self, query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None, target: Tensor
-    ) -> tuple[Sums, Sums]:
-        """Rows over keys and keys over rows, without statistics; row i and key i belong together."""
-        rows = self.sums(query, key, scale, bias=bias, target=target, statistics=False)
-        return rows, self.sums(key, query, scale, bias=bias, target=target, statistics=False)
+    def both_ways_nll(
+        self, query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None, own: Tensor
+    ) -> tuple[Tensor, Tensor]:  # (n,), (n,)
+        """-log p of key i for query i, and of query i for key i, by rows and columns of one score matrix."""
+        if bias is None:
+            return Gibbs(query, key, scale=scale).both_ways_nll()
+        rows = self.sums(query, key, scale, bias=bias, target=own, statistics=False)
+        return rows.nll(), self.sums(key, query, scale, bias=bias, target=own, statistics=False).nll()
 
     def count_above(self, query: Tensor, key: Tensor, level: Tensor, **asked: Unpack[Pass]) -> Tensor:  # (n,)
         """How many of the keys a row may see are more similar to it than its level, which need not be a key's.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from partita.errors import ShapeError, ValueRangeError
+from partita.precision import accumulation_dtype
 
 __all__ = ["ALiBi", "Bias", "Gumbel", "RelativeBias", "alibi_slopes"]
 
@@ -22,7 +23,10 @@ class Bias:
     """Abstract: numbers added to scores that can be made for a few rows at a time; joined by + and scaled by *."""
 
     def rows(self, rows: slice, n_query: int, n_key: int, like: Tensor) -> Tensor:  # (..., rows, n_key)
-        """The bias of these rows, on the device of `like` and in its dtype, float32 at least."""
+        """The bias of these rows, on the device of `like` and in its dtype, float32 at least.
+
+        In half precision it could not tell position 256 from 257.
+        """
         raise TypeError("Bias is abstract; use ALiBi(slopes) or RelativeBias(table).")
 
     def dense(self, n_query: int, n_key: int, like: Tensor) -> Tensor:  # (..., n_query, n_key)
@@ -52,11 +56,6 @@ class _Times(Bias):
 
     def rows(self, rows: slice, n_query: int, n_key: int, like: Tensor) -> Tensor:
         return self.a.rows(rows, n_query, n_key, like) * self.factor
-
-
-def _dtype(like: Tensor) -> torch.dtype:
-    """That of the sums: a bias in half precision could not tell position 256 from 257."""
-    return torch.promote_types(like.dtype, torch.float32)
 
 
 def _offsets(rows: slice, n_query: int, n_key: int, align: str, device: torch.device) -> Tensor:  # (rows, n_key)
@@ -103,7 +102,7 @@ class ALiBi(Bias):
         _check_align(self.align)
 
     def rows(self, rows: slice, n_query: int, n_key: int, like: Tensor) -> Tensor:
-        dtype = _dtype(like)
+        dtype = accumulation_dtype(like.dtype)
         distance = _offsets(rows, n_query, n_key, self.align, like.device).abs().to(dtype)
         return -self.slopes.to(device=like.device, dtype=dtype)[..., None, None] * distance
 
@@ -133,7 +132,7 @@ class RelativeBias(Bias):
     def rows(self, rows: slice, n_query: int, n_key: int, like: Tensor) -> Tensor:
         reach = self.table.shape[-1] // 2
         at = _offsets(rows, n_query, n_key, self.align, like.device).clamp(-reach, reach) + reach
-        return self.table.to(device=like.device, dtype=_dtype(like))[..., at]
+        return self.table.to(device=like.device, dtype=accumulation_dtype(like.dtype))[..., at]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +144,6 @@ class Gumbel(Bias):
 
     def rows(self, rows: slice, n_query: int, n_key: int, like: Tensor) -> Tensor:
         source = None if self.seed is None else torch.Generator(like.device).manual_seed(self.seed + rows.start)
-        shape, dtype = (*self.batch, rows.stop - rows.start, n_key), _dtype(like)
+        shape, dtype = (*self.batch, rows.stop - rows.start, n_key), accumulation_dtype(like.dtype)
         waiting = torch.empty(shape, dtype=dtype, device=like.device).exponential_(generator=source)
         return -waiting.clamp(min=torch.finfo(dtype).tiny).log()

@@ -54,12 +54,11 @@ def attention_divergence(
     others: Options = {**common, "scale": teacher_scale, "softcap": teacher_softcap}
     student = distribution(query, key, **own)
     teacher = distribution(teacher_query.detach(), teacher_key.detach(), **others)
-    rows = torch.empty(query.shape[:-1], dtype=torch.float32, device="meta")
     weight = torch.ones((), dtype=torch.float32, device=query.device)
     if sample_weight is not None:
         _checks.check_rows("sample_weight", sample_weight, query[..., 0])
         weight = sample_weight.detach()
-    weight = weight.to(torch.promote_types(query.dtype, torch.float32)).expand(rows.shape)
+    weight = weight.to(torch.promote_types(query.dtype, torch.float32)).expand(query.shape[:-1])
     if reduction == "none":
         return (weight * divergence(teacher, student, kind, beta=beta)).to(loss_dtype(query))
     total = weighted_divergence(teacher, student, weight, kind, beta=beta)

@@ -119,14 +119,9 @@ def turned_attention(
 def rotary_weights(
     query: Tensor, key: Tensor, positions: Positions, **options: Unpack[Options]
 ) -> Tensor:  # (..., n_query, n_key)
-    """The whole matrix of weights of `rotary_attention`: dense, for small problems and for looking at."""
+    """The weights of `rotary_attention` under clipped distances: dense, for small problems and for looking at."""
     turning = Turning.of(positions, query.shape[-1], query.device)
-    problem = _problem(query, key, options)
-    if turning.reach is None:
-        places = (torch.arange(n, device=key.device) for n in (problem.n_query, problem.n_key))
-        q, k = (turning(x, place) for x, place in zip((query, key), places, strict=True))
-        return problem.keys(slice(0, problem.n_key), q, k).probs()
-    parts = [part for part, _ in _parts(problem, turning, 0, whole=True)]
+    parts = [part for part, _ in _parts(_problem(query, key, options), turning, 0, whole=True)]
     total = functools.reduce(State.merge, (part.state() for part in parts)).log_partition()
     level = torch.where(total.isneginf(), torch.zeros_like(total), total)
     shares = ((part.log_partition() - level).exp()[..., None] for part in parts)

@@ -68,15 +68,14 @@ def _pick(value: Tensor, index: Tensor, problem: Problem) -> Tensor:  # (..., n_
     return value.gather(-2, at).reshape(*batch, n, k, value.shape[-1])
 
 
-def _hard(gibbs: Gibbs, value: Tensor, problem: Problem) -> tuple[Tensor, State]:
-    """The best key's value with the soft mean's gradient, and the soft state."""
+def _hard(gibbs: Gibbs, value: Tensor, problem: Problem) -> Tensor:
+    """The best key's value with the soft mean's gradient."""
     with torch.no_grad():
         index = gibbs.top(1)[1]
         best = _pick(value, index, problem)[..., 0, :]
         best = torch.where(index >= 0, best, torch.zeros_like(best))
-    state = gibbs.state(value)
-    soft = state.expectation().to(value.dtype)
-    return best + (soft - soft.detach()), state
+    soft = gibbs.state(value).expectation().to(value.dtype)
+    return best + (soft - soft.detach())
 
 
 def hard_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Tensor:
@@ -90,7 +89,7 @@ def hard_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[
     tensor([[7.]])
     """
     problem = Problem.of(query, key, **options)
-    return _hard(problem.gibbs(), value, problem)[0]
+    return _hard(problem.gibbs(), value, problem)
 
 
 def gumbel_attention(
@@ -124,4 +123,4 @@ def gumbel_attention(
     if not hard:
         state = states_by_rows(lambda rows: sharp.rows(rows).state(value), sharp.blocks(value))
         return state.expectation().to(value.dtype)
-    return by_rows(lambda rows: (_hard(sharp.rows(rows), value, problem)[0],), sharp.blocks(value), (1,))[0]
+    return by_rows(lambda rows: (_hard(sharp.rows(rows), value, problem),), sharp.blocks(value), (1,))[0]

@@ -12,21 +12,9 @@ from partita import support as supports
 from partita.contrastive.candidates import Bank, positive_score
 from partita.contrastive.readout import readout, similarity_moments
 from partita.engine import Stats
-from partita.gibbs import Gibbs
 from partita.processes import ALONE, Processes
 
-__all__ = ["diagonal_loss", "row_and_column_nll"]
-
-
-def row_and_column_nll(
-    query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None = None, processes: Processes = ALONE
-) -> tuple[Tensor, Tensor]:  # (n,), (n,)
-    """-log p of the diagonal by rows and by columns of one score matrix."""
-    if bias is None and processes.alone:
-        return Gibbs(query, key, scale=scale).both_ways_nll()
-    own = torch.arange(query.shape[0], device=query.device)
-    rows, columns = processes.both_ways(query, key, scale, bias, own)
-    return rows.nll(), columns.nll()
+__all__ = ["diagonal_loss"]
 
 
 def diagonal_loss(
@@ -43,22 +31,20 @@ def diagonal_loss(
 ) -> Tensor | tuple[Tensor, Stats]:
     """InfoNCE with the batch's other pairs as negatives."""
     own = torch.arange(len(query), device=query.device)
+    if symmetric and not return_stats:
+        rows, columns = processes.both_ways_nll(query, key, scale, bias, own)
+        return processes.reduce((rows + columns) / 2, reduction).to(dtype)
+    sums = processes.sums(query, key, scale, bias=bias, target=own, rank=return_stats, statistics=return_stats)
+    rows = nll = sums.nll()
+    if symmetric:
+        rows = (nll + processes.sums(key, query, scale, bias=bias, target=own, statistics=False).nll()) / 2
+    loss = processes.reduce(rows, reduction).to(dtype)
     if not return_stats:
-        if symmetric:
-            rows, columns = row_and_column_nll(query, key, scale, bias, processes)
-            return processes.reduce((rows + columns) / 2, reduction).to(dtype)
-        one = processes.sums(query, key, scale, bias=bias, target=own, statistics=False)
-        return processes.reduce(one.nll(), reduction).to(dtype)
-    sums = processes.sums(query, key, scale, bias=bias, target=own, rank=True)
-    rows = sums.nll()
+        return loss
     others = Bank(key, supports.not_self(), processes=processes)
     with torch.no_grad():
         negatives = others.state(query, scale)
     positive = positive_score(query, key, 1.0)
     assert sums.rank is not None
     moments = similarity_moments([others], query, positive, [positive])
-    stats = readout(sums.state, negatives, sums.rank, rows, positive, moments, scale, (query, key))
-    if symmetric:
-        back = processes.sums(key, query, scale, bias=bias, target=own, statistics=False)
-        rows = (rows + back.nll()) / 2
-    return processes.reduce(rows, reduction).to(dtype), stats
+    return loss, readout(sums.state, negatives, sums.rank, nll, positive, moments, scale, (query, key))

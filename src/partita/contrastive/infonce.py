@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -85,16 +87,13 @@ def info_nce_loss(
         _check_one_scale(scale, symmetric, hardness)
         q, k = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
         negatives = None if negative_keys is None else prepare("negative_keys", negative_keys, normalize)
-        for other in (k, negatives, None if queue is None else queue.slots()[0].to(k.dtype)):
+        kept = None if queue is None else queue.slots()
+        for other in (k, negatives, None if kept is None else kept[0].to(k.dtype)):
             if other is not None:
                 processes.probe(q, other if other.dim() == 2 else other[..., :0, :], scale)
     rules = (reduction, negative_mode, normalize, symmetric, return_stats, labels is None, hardness, decoupled)
     given = {"query": query, "positive_key": positive_key, "negative_keys": negative_keys}
-    kinds = [
-        len(query),
-        0 if negative_keys is None else len(negative_keys),
-        0 if queue is None else queue.slots()[0].shape[0],
-    ]
+    kinds = [len(query), 0 if negatives is None else len(negatives), 0 if kept is None else len(kept[0])]
     processes = agree(processes, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
     dtype = loss_dtype(query)
     plain = negative_keys is None and labels is None and exclude is None and queue is None
@@ -110,7 +109,7 @@ def info_nce_loss(
             processes=processes,
         )
 
-    banks = _banks(k, negatives, labels, hardness, queue, processes)
+    banks = _banks(k, negatives, labels, hardness, kept, processes)
     rows, stats = _rows(q, k, scale, banks, exclude, decoupled, return_stats, negative_keys is None)
     if symmetric:
         backward = _banks(q, None, labels, hardness, None, processes)
@@ -125,7 +124,7 @@ def _banks(
     negatives: Tensor | None,
     labels: Tensor | None,
     hardness: float,
-    queue: Queue | None,
+    kept: tuple[Tensor, Tensor | None, Tensor | None] | None,  # the slots of a queue
     processes: Processes,
 ) -> list[Bank]:
     """Where the negatives come from; across ranks, unpaired ones and queues are everybody's."""
@@ -136,9 +135,9 @@ def _banks(
         banks.append(Bank(k, supports.not_self(), hardness, processes=processes))
     else:
         banks.append(of_other_labels(k, labels, labels, hardness, processes, 0))
-    if queue is not None and any(processes.sizes[2]):
-        kept, kept_labels, used = queue.slots()
-        keys = kept.to(k.dtype)
+    if kept is not None and any(processes.sizes[2]):
+        stored, kept_labels, used = kept
+        keys = stored.to(k.dtype)
         if labels is not None and kept_labels is not None:
             banks.append(of_other_labels(keys, labels, kept_labels, hardness, processes, 2, used))
         else:
@@ -161,9 +160,7 @@ def _rows(
     positive = positive_score(q, k, 1.0)
     score = scale * positive
     if exclude is None:
-        negatives = banks[0].state(q, scale, return_stats)
-        for bank in banks[1:]:
-            negatives = negatives.merge(bank.state(q, scale, return_stats))
+        negatives = functools.reduce(State.merge, [bank.state(q, scale, return_stats) for bank in banks])
         rank = torch.zeros_like(positive).long()
         for bank in banks if return_stats else ():
             rank = rank + above(bank, q, positive.detach())

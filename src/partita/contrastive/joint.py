@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from partita import _checks
@@ -27,7 +29,4 @@ def joint_loss(positive: Tensor, *states: State, reduction: str = "mean") -> Ten
     _checks.check_reduction(reduction)
     if not states:
         raise ShapeError("joint_loss needs at least one state.")
-    whole = states[0]
-    for state in states[1:]:
-        whole = whole.merge(state)
-    return reduce_rows(whole.log_partition() - positive, reduction)
+    return reduce_rows(functools.reduce(State.merge, states).log_partition() - positive, reduction)

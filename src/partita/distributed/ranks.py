@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from partita.distributed._ring.handshake import checks, confirm, handshake
 from partita.distributed._ring.layout import Layout
 from partita.distributed._ring.merge import merge_states
 from partita.distributed._ring.questions import ask_all
-from partita.engine import State
 from partita.engine.sums import Sums
 from partita.gibbs import Gibbs
 from partita.processes import Fact, Pass, Processes
@@ -36,22 +35,12 @@ class Ranks(Processes):
     """A group that makes a call together."""
 
     group: Group = field(kw_only=True)
+    alone: ClassVar[bool] = False
 
     @staticmethod
     def of(group: object) -> Ranks:
-        return Ranks(group=group_of(group))
-
-    @property
-    def alone(self) -> bool:
-        return False
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def zigzag(self) -> bool:
-        return self.group.zigzag
+        known = group_of(group)
+        return Ranks(rank=known.rank, zigzag=known.zigzag, group=known)
 
     def checks(self) -> contextlib.AbstractContextManager[None]:
         return checks(self.group)
@@ -64,7 +53,7 @@ class Ranks(Processes):
         confirm(self.group, call)
 
     def runs(self, kind: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        return Layout.of(self.sizes[kind], self.group.zigzag).runs
+        return Layout.of(self.sizes[kind], self.zigzag).runs
 
     def probe(self, query: Tensor, key: Tensor, scale: float | Tensor = 1.0) -> None:
         Gibbs(query, key, scale=scale)
@@ -84,9 +73,6 @@ class Ranks(Processes):
     def gather_rows(self, own: Tensor, kind: int = 0) -> list[Tensor]:
         return self.group.gather_rows(own, list(self.sizes[kind]))
 
-    def merge(self, state: State, statistics: bool = True) -> State:
-        return merge_states(state, self.group, statistics)
-
     def reduce(self, rows: Tensor, reduction: str, total: Tensor | None = None) -> Tensor:
         if reduction == "none":
             return rows
@@ -97,7 +83,7 @@ class Ranks(Processes):
 
     def _ring(self, query: Tensor, key: Tensor, scale: float | Tensor, asked: Pass) -> Ring:
         """The distribution of these rows over the keys of all ranks."""
-        own, support, view = self.group.rank, asked.get("support"), asked.get("view")
+        own, support, view = self.rank, asked.get("support"), asked.get("view")
 
         def apart(source: int, n: int) -> list[tuple[slice, int, Support | None]]:
             return [(slice(0, n), 0, support if source == own else None)]
@@ -120,7 +106,8 @@ class Ranks(Processes):
         ring = self._ring(query, key, scale, asked)
         return ring.sums(asked.get("value"), asked.get("target"), rank=rank, statistics=statistics)
 
-    def slices(self, gibbs: Gibbs, target: Tensor, here: Tensor, *, rank: bool, statistics: bool) -> Sums:
+    def slices(self, gibbs: Gibbs, target: Tensor, here: Tensor | None, *, rank: bool, statistics: bool) -> Sums:
+        assert here is not None
         if gibbs.key.shape[-2] == 0:
             sums = gibbs.reduce(statistics=statistics, extremes=rank)
             score, ranks = torch.zeros_like(sums.mass), target
@@ -128,7 +115,7 @@ class Ranks(Processes):
             sums = gibbs.reduce(target=target, rank=rank, statistics=statistics, extremes=rank)
             assert sums.target_score is not None
             score, ranks = sums.target_score, target if sums.rank is None else sums.rank
-        whole = self.merge(sums.state, statistics)
+        whole = merge_states(sums.state, self.group, statistics)
         score = self.total(torch.where(here, score, torch.zeros_like(score)))
         if not rank:
             return Sums.of(whole, score)
@@ -137,10 +124,11 @@ class Ranks(Processes):
         least, places = merge_ends(sums, sum(self.sizes[0][: self.rank]), self.group)
         return Sums.of(whole, score, self.added(ranks))._replace(least=least, places=places)
 
-    def both_ways(
-        self, query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None, target: Tensor
-    ) -> tuple[Sums, Sums]:
-        return self._ring(query, key, scale, {"bias": bias}).both_ways(target)
+    def both_ways_nll(
+        self, query: Tensor, key: Tensor, scale: float | Tensor, bias: Tensor | None, own: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows, columns = self._ring(query, key, scale, {"bias": bias}).both_ways(own)
+        return rows.nll(), columns.nll()
 
     @torch.no_grad()
     def count_above(self, query: Tensor, key: Tensor, level: Tensor, **asked: Unpack[Pass]) -> Tensor:

@@ -11,6 +11,7 @@ values cannot be looked at (compiled, under vmap) or outputs have more dimension
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from partita.losses.objective import Options, likeliest
 from partita.precision import no_autocast
 from partita.rows import in_row_blocks
 
-__all__ = ["Head", "weighted_scores"]
+__all__ = ["Head", "per_row", "weighted_scores"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +73,9 @@ class Head:
             raise ValueRangeError("shift moves class indices; with class probabilities give aligned targets.")
         lead, left = _window(tuple(input.shape[:-1]), shift, bool(outputs))
         shape, n, dim = (*lead, *outputs), math.prod(lead), input.shape[-1]
-        sample = None if sample_weight is None else _per_row("sample_weight", sample_weight, shape, shift)
+        sample = None if sample_weight is None else per_row("sample_weight", sample_weight, shape, shift)
         if isinstance(scale, Tensor) and scale.dim():
-            scale = _per_row("scale", scale, shape, -shift)
+            scale = per_row("scale", scale, shape, -shift)
         target = target[..., shift:] if shift else target
         index = likeliest(target, len(lead)) if soft else target.long()  # uint8 would index as a mask
         counts = None if soft else index != options.ignore_index
@@ -142,10 +143,9 @@ def weighted_scores(head: Head, coefficient: Tensor | None, softcap: float | Non
 
 
 def _capped(
-    query: Tensor, key: Tensor, bias: Tensor | None, scale: float | Tensor, coefficient: Tensor | None, softcap: float
+    query: Tensor, key: Tensor, bias: Tensor | None, scale: float | Tensor, coefficient: Tensor | None, cap: float
 ) -> Tensor:
     """The same sum over softcap(scale * <query, key> + bias)."""
-    cap = softcap
     rows = (*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), query.shape[-2])
     factor = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=query.dtype, device=query.device)
     if coefficient is None:
@@ -153,9 +153,8 @@ def _capped(
     offset = torch.zeros((1, 1), dtype=query.dtype, device=query.device) if bias is None else bias
     per_row = coefficient.dim() > 1
 
-    def total(q: Tensor, f: Tensor, *rest: Tensor) -> Tensor:
+    def total(q: Tensor, f: Tensor, own: Tensor, k: Tensor, b: Tensor) -> Tensor:
         # rows come first here, so that they can be cut; the engine has them last but one
-        own, k, b = rest
         s = f.movedim(0, -1)[..., None] * (q.movedim(0, -2) @ k.mT)
         s = cap * torch.tanh((s + b) / cap)
         return (s * (own.movedim(0, -2) if per_row else own)).sum(-1).movedim(-1, 0)
@@ -208,10 +207,10 @@ def _positions(input: Tensor, left: int) -> Tensor:
     return torch.arange(lead.numel(), device=input.device).reshape(lead)[..., :left].reshape(-1)
 
 
-def _per_row(name: str, given: Tensor, shape: tuple[int, ...], shift: int) -> Tensor:
+def per_row(name: str, given: Tensor, shape: Sequence[int], shift: int = 0) -> Tensor:
     """A number per row: cut like the targets (shift > 0) or like the inputs (shift < 0), then spread."""
     if given.dim() and shape and given.shape[-1] == shape[-1] + abs(shift) and shift:
         given = given[..., shift:] if shift > 0 else given[..., :shift]
     if not _checks.expands(given.shape, shape):
-        raise ShapeError(f"{name} must broadcast to the rows {shape}; got {_checks.shape_text(given)}.")
+        raise ShapeError(f"{name} must broadcast to the rows {tuple(shape)}; got {_checks.shape_text(given)}.")
     return given.expand(shape)

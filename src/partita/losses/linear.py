@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from partita import _checks
@@ -74,20 +73,14 @@ def linear_cross_entropy(
         head = Head.of(input, linear_weight, target, linear_bias, scale, sample_weight, options, shift)
         capped = softcap is not None
         gibbs = Gibbs(head.query, head.key, scale=head.scale, bias=head.bias, softcap=softcap, cap_bias=capped)
-        if processes.alone:
-            _checks.check_classes(head.index, options.n_class, given)
     dtype, statistics = loss_dtype(input), return_stats or entropy_weight != 0.0
-    if processes.alone:
-        terms = _terms(head, options, softcap)
-        if reduction != "none" and not return_stats and not options.regularised:
-            total = terms.weigh(terms.share).sum() if reduction == "mean" else None
-            return weighted_nll(gibbs, head.index, terms, total).to(dtype)
-        asked = {"statistics": statistics, "variance": return_stats, "extremes": return_stats}
-        sums = gibbs.reduce(None, head.index, rank=return_stats, **asked)
-    else:
-        rules = (reduction, given, return_stats, shift)
-        own = Slice.agree(processes, head, linear_weight, linear_bias, options, softcap, rules)
-        terms, sums = own.terms(head, options, softcap), own.sums(gibbs, rank=return_stats, statistics=statistics)
+    rules = (reduction, given, return_stats, shift)
+    own = Slice.agree(processes, head, linear_weight, linear_bias, options, softcap, rules)
+    terms = _terms(own, head, options, softcap)
+    if processes.alone and reduction != "none" and not return_stats and not options.regularised:
+        total = terms.weigh(terms.share).sum() if reduction == "mean" else None
+        return weighted_nll(gibbs, head.index, terms, total).to(dtype)
+    sums = own.sums(gibbs, rank=return_stats, statistics=statistics)
     rows = terms.rows(sums.nll(), sums.state, options)
     loss = head.place(rows) if reduction == "none" else terms.reduce(rows, options)
     if not return_stats:
@@ -113,15 +106,14 @@ def weighted_nll(gibbs: Gibbs, target: Tensor, terms: Terms, total: Tensor | Non
     return out if total is None else reduce_rows(out, "mean", total)
 
 
-def _terms(head: Head, options: Options, softcap: float | None) -> Terms:
-    like = torch.zeros(head.rows, dtype=head.dtype, device=head.query.device)
+def _terms(own: Slice, head: Head, options: Options, softcap: float | None) -> Terms:
     if head.soft is not None:
         soft = options.soften(head.soft, head.dtype)
         return Terms.of_probabilities(soft, weighted_scores(head, soft, softcap), head.sample)
     linear = None
     if options.label_smoothing:
         linear = weighted_scores(head, options.class_weight(head.dtype), softcap)
-    return Terms.of_index(head.index, options, linear, head.sample, head.mask, like)
+    return own.terms(options, linear, head.sample, head.mask, head.dtype)
 
 
 def _check_operands(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None:

@@ -16,8 +16,11 @@ from partita import _checks
 from partita._overrides import overridable
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.losses.head import per_row
 from partita.losses.objective import Options, Terms, likeliest
+from partita.losses.sharded import Slice
 from partita.precision import loss_dtype
+from partita.processes import ALONE
 from partita.rows import blank_ignored, loss_stats, probabilities, reduce_rows, sums_of
 
 __all__ = ["brier_loss", "cross_entropy", "focal_loss", "mae_loss", "mse_loss"]
@@ -55,7 +58,7 @@ def cross_entropy(
     options = Options(n_class, weight, reduction, ignore_index, label_smoothing, float(z_loss), float(entropy_weight))
     raised = scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     shape = logits.shape[:-1]
-    sample = None if sample_weight is None else _fit("sample_weight", sample_weight, shape).to(raised.dtype)
+    sample = None if sample_weight is None else per_row("sample_weight", sample_weight, shape).to(raised.dtype)
     if target.is_floating_point():
         if target.shape != input.shape:
             raise ShapeError(
@@ -75,7 +78,7 @@ def cross_entropy(
         sums = sums_of(raised, index)
         class_weight = options.class_weight(raised.dtype)
         linear = (raised if class_weight is None else raised * class_weight).sum(-1) if label_smoothing else None
-        terms = Terms.of_index(index, options, linear, sample, kept, raised[..., 0])
+        terms = Slice(ALONE, n_class, None, index).terms(options, linear, sample, kept, raised.dtype)
     rows = terms.rows(sums.nll(), sums.state, options)
     loss = terms.reduce(rows, options).to(loss_dtype(input))
     if not return_stats:
@@ -213,9 +216,3 @@ def _alpha(alpha: Tensor, logits: Tensor) -> Tensor:
             f"alpha must be a number or one per class, shape ({logits.shape[-1]},); got {_checks.shape_text(alpha)}."
         )
     return alpha
-
-
-def _fit(name: str, given: Tensor, shape: torch.Size) -> Tensor:
-    if not _checks.expands(given.shape, shape):
-        raise ShapeError(f"{name} must broadcast to the rows {tuple(shape)}; got {_checks.shape_text(given)}.")
-    return given.expand(shape)

@@ -90,20 +90,6 @@ class Terms:
     kept: Tensor | None  # False where a row is ignored and yet went through the pass
 
     @staticmethod
-    def of_index(
-        index: Tensor, options: Options, linear: Tensor | None, sample: Tensor | None, kept: Tensor | None, like: Tensor
-    ) -> Terms:
-        """Class indices; `linear` is sum_c weight_c s_c where there is smoothing."""
-        by_class = options.class_weight(like.dtype)
-        own = torch.ones_like(like) if by_class is None else by_class[index]
-        smooth = options.label_smoothing
-        if smooth == 0.0 or linear is None:
-            return Terms(own, None, None, own, sample, kept)
-        total = float(options.n_class) if by_class is None else by_class.sum()
-        part = smooth / options.n_class
-        return Terms((1.0 - smooth) * own, torch.ones_like(like) * (part * total), part * linear, own, sample, kept)
-
-    @staticmethod
     def of_probabilities(soft: Tensor, linear: Tensor, sample: Tensor | None) -> Terms:
         """Class probabilities, already weighted and smoothed; a mean counts every row once, as torch's does."""
         mass = soft.sum(-1)

@@ -1,4 +1,4 @@
-"""The classes of a linear head spread over processes: every rank holds a slice of the class vectors, in rank order.
+"""The classes of a head spread over processes: every rank holds a slice of the class vectors, in rank order.
 
     log Z = log sum_r Z_r          score of the target: from the one rank that holds it          rank = sum_r rank_r
     predicted class: that of the first rank whose largest score is the largest
@@ -19,7 +19,7 @@ from partita import _checks
 from partita.engine.sums import Sums
 from partita.errors import TargetError, ValueRangeError
 from partita.gibbs import Gibbs
-from partita.losses.head import Head, weighted_scores
+from partita.losses.head import Head
 from partita.losses.objective import Options, Terms
 from partita.processes import Fact, Processes
 
@@ -34,11 +34,11 @@ def check_slice(processes: Processes, target: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """Which classes are on this rank, and which rows have their target here."""
+    """Which classes are on this rank, and which rows have their target here; in one process that is all of them."""
 
     processes: Processes
     n_class: int  # of the whole
-    here: Tensor  # bool, per row
+    here: Tensor | None  # bool, per row; None says all
     index: Tensor  # the class of the row in this slice, 0 where it is elsewhere
 
     @staticmethod
@@ -52,6 +52,9 @@ class Slice:
         rules: tuple[object, ...],
     ) -> Slice:
         """Ask the others for the sizes of their slices, and whether they have the same rows."""
+        if processes.alone:
+            _checks.check_classes(head.index, options.n_class, options.ignore_index)
+            return Slice(processes, options.n_class, None, head.index)
         with processes.checks():
             scale, index, own = head.scale, head.index, linear_weight.shape[0]
             _checks.check_device(("input", "target"), (head.query, index))
@@ -88,23 +91,30 @@ class Slice:
         """The sums of every row over the classes of all ranks."""
         return self.processes.slices(gibbs, self.index, self.here, rank=rank, statistics=statistics)
 
-    def terms(self, head: Head, options: Options, softcap: float | None) -> Terms:
-        """Weights of every row; class weights and smoothing are sums over the slices."""
-        total = self.processes.total
-        weight = options.class_weight(head.dtype)
-        like = torch.ones(head.rows, dtype=head.dtype, device=head.query.device)
-        on_target = like
+    def terms(
+        self,
+        options: Options,
+        linear: Tensor | None,
+        sample: Tensor | None,
+        kept: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Terms:
+        """Weights of every row; class weights and smoothing are sums over the slices.
+
+        linear: sum_c weight_c s_c over the classes of this slice, where there is smoothing.
+        """
+        total, weight = self.processes.total, options.class_weight(dtype)
+        like = torch.ones(self.index.shape, dtype=dtype, device=self.index.device)
+        own = like
         if weight is not None:
-            chosen = weight[self.index] if len(weight) else like * weight.sum()  # 0, with a gradient
-            on_target = total(torch.where(self.here, chosen, torch.zeros_like(like)))
-        sample = None if head.sample is None else self.processes.share(head.sample)
-        smooth = options.label_smoothing
-        if smooth == 0.0:
-            return Terms(on_target, None, None, on_target, sample, head.mask)
-        linear = total(weighted_scores(head, weight, softcap))
+            own = weight[self.index] if len(weight) else like * weight.sum()  # 0, with a gradient
+            own = own if self.here is None else total(torch.where(self.here, own, torch.zeros_like(like)))
+        sample = None if sample is None else self.processes.share(sample)
+        if linear is None:
+            return Terms(own, None, None, own, sample, kept)
         mass = float(self.n_class) if weight is None else total(weight.sum())
-        each = smooth / self.n_class
-        return Terms((1.0 - smooth) * on_target, like * (each * mass), each * linear, on_target, sample, head.mask)
+        smooth, each = options.label_smoothing, options.label_smoothing / self.n_class
+        return Terms((1.0 - smooth) * own, like * (each * mass), each * total(linear), own, sample, kept)
 
 
 def checksum(index: Tensor) -> int:

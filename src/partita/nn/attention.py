@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from partita import support as supports
 from partita.attn import Bias, Positions, Rotary, attention, entropy_penalty
 from partita.attn.entropy import check_entropy_weight, weighs
+from partita.attn.problem import Options, Problem, both
 from partita.attn.rotary_attention import rotary_attention, rotary_weights
 from partita.engine import Stats
 from partita.errors import ShapeError, ValueRangeError
-from partita.gibbs import Gibbs
 from partita.nn.controller import TemperatureController
 from partita.nn.masks import hidden_and_added, kept
 from partita.scale import CalibratedLog, KappaLog, Policy
@@ -194,30 +194,22 @@ class MultiheadAttention(nn.Module):
             attn_mask, key_padding_mask, (batch, self.num_heads, n_query, n_key), k.shape[2]
         )
         if hidden is not None:
-            seen = supports.mask(~hidden)
-            support = seen if support is None else support & seen
+            support = both(support, supports.mask(~hidden))
         if is_causal:
-            support = supports.causal() if support is None else support & supports.causal()
-        bias: Tensor | Bias | None = attn_bias
+            support = both(support, supports.causal())
         if added is not None:
             if isinstance(attn_bias, Bias):
                 attn_bias = attn_bias.dense(n_query, k.shape[2], q)
-            bias = added if attn_bias is None else added + attn_bias
-        options: dict[str, Any] = {
-            "scale": self.scale,
-            "enable_gqa": self.kv_heads != self.num_heads,
-            "support": support,
-            "bias": bias,
-            "sink": self.sink,
-            "return_stats": True,
-        }
+            attn_bias = added if attn_bias is None else added + attn_bias
+        grouped = self.kv_heads != self.num_heads
+        options: Options = {"scale": self.scale, "enable_gqa": grouped, "support": support, "bias": attn_bias}
         dropout = self.dropout if self.training else 0.0
         if self._clipped is None:
-            heads, stats = attention(q, k, v, dropout_p=dropout, **options)
+            heads, stats = attention(q, k, v, dropout_p=dropout, sink=self.sink, return_stats=True, **options)
         elif dropout > 0:
             raise ValueRangeError("clipped distances take no dropout; set dropout=0 or call eval() first.")
         else:
-            heads, stats = rotary_attention(q, k, v, self._clipped, **options)
+            heads, stats = rotary_attention(q, k, v, self._clipped, sink=self.sink, return_stats=True, **options)
         if self.training and isinstance(self.scale, TemperatureController):
             self.scale.observe(stats)
         if self.training and weighs(self.attention_entropy_weight):
@@ -227,23 +219,17 @@ class MultiheadAttention(nn.Module):
         if return_stats:
             second = stats if batched else Stats(*(field[0] for field in stats))
         elif need_weights:
-            second = self._weights(q, k, support, bias, stats, average_attn_weights)
+            second = self._weights(q, k, options, stats, average_attn_weights)
             second = second if batched else second[0]
         if not batched:
             return out[0], second
         return (out if self.batch_first else out.transpose(0, 1)), second
 
-    def _weights(
-        self, q: Tensor, k: Tensor, support: Support | None, bias: Tensor | Bias | None, stats: Stats, average: bool
-    ) -> Tensor:
-        if isinstance(bias, Bias):
-            bias = bias.dense(q.shape[-2], k.shape[-2], q)
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        grouped = self.kv_heads != self.num_heads
+    def _weights(self, q: Tensor, k: Tensor, options: Options, stats: Stats, average: bool) -> Tensor:
         if self._clipped is None:
-            weights = Gibbs(q, k, scale=scale, bias=bias, support=support, grouped=grouped).probs()
+            weights = Problem.of(q, k, **options).gibbs().probs()  # writes out a rule
         else:
-            weights = rotary_weights(q, k, self._clipped, scale=scale, bias=bias, support=support, enable_gqa=grouped)
+            weights = rotary_weights(q, k, self._clipped, **options)
         if self.sink is not None:
             share = torch.sigmoid(stats.log_partition - self.sink.to(stats.log_partition)[:, None])
             weights = weights * share[..., None].to(weights.dtype)
@@ -309,12 +295,10 @@ class EntropyInvariantAttention(MultiheadAttention):
         key = query if key is None else key
         value = key if value is None else value
         named = dict(zip(_TORCHS, torchs, strict=False))
-        again = sorted(named.keys() & options.keys())
-        if again or len(torchs) > len(_TORCHS):
+        if named.keys() & options.keys() or len(torchs) > len(_TORCHS):
             raise ValueRangeError(f"too many arguments: after value come {', '.join(_TORCHS)}, each once.")
-        if options.get("mask") is not None:
+        if options.pop("mask", None) is not None:
             raise ValueRangeError(f"mask= does not say what it means. {_LANGUAGES}")
-        options.pop("mask", None)
         batch, n_query, n_key = self._sizes(query, key)
         pad = named.get("key_padding_mask")
         if pad is not None and (tuple(pad.shape) != (batch, n_key) or batch == n_query):
@@ -322,8 +306,7 @@ class EntropyInvariantAttention(MultiheadAttention):
         named = {"need_weights": False, **named, **options}
         if keep_mask is not None:
             hidden = ~kept(keep_mask, n_query, n_key)
-            given = named.get("attn_mask")
-            if given is not None:
+            if named.get("attn_mask") is not None:
                 raise ValueRangeError("give keep_mask or attn_mask, not both: join them with & of what they show.")
             named["attn_mask"] = hidden
         return super().forward(query, key, value, **named)

@@ -10,7 +10,6 @@ so one factor on each head's projections puts sigma where it is wanted, whatever
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,8 @@ def _rescale(layer: MultiheadAttention | nn.MultiheadAttention, sigma: float, le
     heads, dim = layer.num_heads, layer.head_dim
     kv_heads = layer.kv_heads if isinstance(layer, MultiheadAttention) else heads
     wanted = sigma / _multiplier(layer, length, heads, dim)  # (heads,): of the products <query, key> themselves
-    _clear_bias(layer, (heads + kv_heads) * dim)
+    if layer.in_proj_bias is not None:
+        layer.in_proj_bias[: (heads + kv_heads) * dim].zero_()
     if isinstance(layer, MultiheadAttention) and layer.q_norm is not None and layer.k_norm is not None:
         # normed vectors have products of deviation sqrt(dim): the gains do the rest, one for all heads
         gain = (wanted.mean().double() / math.sqrt(dim)).sqrt()
@@ -77,7 +77,9 @@ def _rescale(layer: MultiheadAttention | nn.MultiheadAttention, sigma: float, le
         layer.k_norm.weight.fill_(gain)
         return
     query, key = _weights(layer, heads * dim, kv_heads * dim)
-    for head, (q, k) in enumerate(_by_head(query, key, heads, kv_heads)):
+    keys = key.chunk(kv_heads)
+    for head, q in enumerate(query.chunk(heads)):
+        k = keys[head * kv_heads // heads]
         found = ((q @ q.mT) * (k @ k.mT)).sum().clamp(min=0.0).sqrt()  # || q^T k ||_F
         _require(found > 0, "a head's query or key weights are all zero; initialise them before rescaling.")
         factor = wanted[head].to(q) / found
@@ -113,14 +115,3 @@ def _weights(layer: MultiheadAttention | nn.MultiheadAttention, n_query: int, n_
     assert layer.q_proj_weight is not None
     assert layer.k_proj_weight is not None
     return layer.q_proj_weight, layer.k_proj_weight
-
-
-def _by_head(query: Tensor, key: Tensor, heads: int, kv_heads: int) -> Iterator[tuple[Tensor, Tensor]]:
-    keys = key.chunk(kv_heads)
-    for head, q in enumerate(query.chunk(heads)):
-        yield q, keys[head * kv_heads // heads]
-
-
-def _clear_bias(layer: MultiheadAttention | nn.MultiheadAttention, end: int) -> None:
-    if layer.in_proj_bias is not None:
-        layer.in_proj_bias[:end].zero_()

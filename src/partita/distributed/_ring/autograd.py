@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 from partita.distributed._ring.backward import TRAVELLING, Known, backward
 from partita.distributed._ring.forward import Outputs, forward
 from partita.distributed._ring.tiles import RingPass
+from partita.engine.sums import OPERANDS
 from partita.precision import no_autocast
 
 __all__ = ["run"]
 
-_OPERANDS = ("query", "key", "value", "scale", "bias")
 _OUTPUTS, _KNOWN = len(Outputs._fields), len(Known._fields)  # of a pass
 _TURNED = {"query": "key", "key": "query"}
 
@@ -68,15 +68,15 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given, saved = ctx.saved_tensors[: len(_OPERANDS)], ctx.saved_tensors[len(_OPERANDS) :]
+        given, saved = ctx.saved_tensors[: len(OPERANDS)], ctx.saved_tensors[len(OPERANDS) :]
         query, key, value, scale, bias = given
-        needs, dtype = dict(zip(_OPERANDS, ctx.needs_input_grad[1:], strict=True)), ctx.passes[0].rows.dtype
+        needs, dtype = dict(zip(OPERANDS, ctx.needs_input_grad[1:], strict=True)), ctx.passes[0].rows.dtype
         wanted = {name for name, need in needs.items() if need}
         for turned, one in enumerate(ctx.passes):
             wanted |= {"query" if turned else name for name, moves in zip(TRAVELLING, one.moves, strict=True) if moves}
         total = {
             name: torch.zeros(x.shape, dtype=dtype, device=x.device)
-            for name, x in zip(_OPERANDS, given, strict=True)
+            for name, x in zip(OPERANDS, given, strict=True)
             if x is not None and name in wanted
         }
         for turned, one in enumerate(ctx.passes):
@@ -88,5 +88,5 @@ class _Ring(torch.autograd.Function):
                 backward(one.of(rows, scale, bias), [own] if value is None else [own, value], known, asked, into)
         return None, *(
             total[name].to(x.dtype) if needs[name] and name in total else None
-            for name, x in zip(_OPERANDS, given, strict=True)
+            for name, x in zip(OPERANDS, given, strict=True)
         )

@@ -39,10 +39,6 @@ class Layout:
             )
         return Layout(runs)
 
-    @property
-    def total(self) -> int:
-        return sum(n for own in self.runs for _, n in own)
-
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """The positions of a rank's rows, in the order it holds them."""
         return torch.cat([torch.arange(first, first + n, device=device) for first, n in self.runs[rank]])
