@@ -23,7 +23,7 @@ from partita.losses.objective import Options, likeliest
 from partita.precision import no_autocast
 from partita.rows import in_row_blocks
 
-__all__ = ["Head", "per_row", "weighted_scores"]
+__all__ = ["Head", "over_rows", "weighted_scores"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +73,9 @@ class Head:
             raise ValueRangeError("shift moves class indices; with class probabilities give aligned targets.")
         lead, left = _window(tuple(input.shape[:-1]), shift, bool(outputs))
         shape, n, dim = (*lead, *outputs), math.prod(lead), input.shape[-1]
-        sample = None if sample_weight is None else per_row("sample_weight", sample_weight, shape, shift)
+        sample = None if sample_weight is None else over_rows("sample_weight", sample_weight, shape, shift)
         if isinstance(scale, Tensor) and scale.dim():
-            scale = per_row("scale", scale, shape, -shift)
+            scale = over_rows("scale", scale, shape, -shift)
         target = target[..., shift:] if shift else target
         index = likeliest(target, len(lead)) if soft else target.long()  # uint8 would index as a mask
         counts = None if soft else index != options.ignore_index
@@ -207,7 +207,7 @@ def _positions(input: Tensor, left: int) -> Tensor:
     return torch.arange(lead.numel(), device=input.device).reshape(lead)[..., :left].reshape(-1)
 
 
-def per_row(name: str, given: Tensor, shape: Sequence[int], shift: int = 0) -> Tensor:
+def over_rows(name: str, given: Tensor, shape: Sequence[int], shift: int = 0) -> Tensor:
     """A number per row: cut like the targets (shift > 0) or like the inputs (shift < 0), then spread."""
     if given.dim() and shape and given.shape[-1] == shape[-1] + abs(shift) and shift:
         given = given[..., shift:] if shift > 0 else given[..., :shift]

@@ -16,7 +16,7 @@ from partita import _checks
 from partita._overrides import overridable
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
-from partita.losses.head import per_row
+from partita.losses.head import over_rows
 from partita.losses.objective import Options, Terms, likeliest
 from partita.losses.sharded import Slice
 from partita.precision import loss_dtype
@@ -58,7 +58,7 @@ def cross_entropy(
     options = Options(n_class, weight, reduction, ignore_index, label_smoothing, float(z_loss), float(entropy_weight))
     raised = scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     shape = logits.shape[:-1]
-    sample = None if sample_weight is None else per_row("sample_weight", sample_weight, shape).to(raised.dtype)
+    sample = None if sample_weight is None else over_rows("sample_weight", sample_weight, shape).to(raised.dtype)
     if target.is_floating_point():
         if target.shape != input.shape:
             raise ShapeError(
