@@ -195,14 +195,13 @@ class MultiheadAttention(nn.Module):
         )
         if hidden is not None:
             support = both(support, supports.mask(~hidden))
-        if is_causal:
-            support = both(support, supports.causal())
         if added is not None:
             if isinstance(attn_bias, Bias):
                 attn_bias = attn_bias.dense(n_query, k.shape[2], q)
             attn_bias = added if attn_bias is None else added + attn_bias
         grouped = self.kv_heads != self.num_heads
         options: Options = {"scale": self.scale, "enable_gqa": grouped, "support": support, "bias": attn_bias}
+        options["is_causal"] = is_causal
         dropout = self.dropout if self.training else 0.0
         if self._clipped is None:
             heads, stats = attention(q, k, v, dropout_p=dropout, sink=self.sink, return_stats=True, **options)
