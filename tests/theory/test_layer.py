@@ -181,6 +181,7 @@ def test_hard_attention():
     long = torch.zeros(100_000, dtype=F64)
     long[0] = 3
     assert selection.hard_gap(long)[0] == pytest.approx(0.9998, abs=1e-4)
+    assert [x.tolist() for x in selection.hard_gap(torch.tensor([[2.0], [-1.0]]))] == [[0, 0], [0, 0]]  # of one key
 
 
 def test_gumbel_softmax():

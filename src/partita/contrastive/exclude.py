@@ -29,9 +29,6 @@ class OtherLabel(Support):
     first: Tensor  # (n,) where the row's label begins
     last: Tensor  # (n,) where it has ended
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.first, self.last
-
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         lead = [1] * len(batch)
         first, last = (x.to(device=device, dtype=torch.int32).view(*lead, n_query) for x in (self.first, self.last))
@@ -43,9 +40,6 @@ class InUse(Support):
     """Slots that hold a key, of a bank that may have room left; a key after the last slot is seen too."""
 
     used: Tensor  # (m,) bool
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.used,)
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         keep = torch.nn.functional.pad(self.used, (0, n_key - self.used.shape[0]), value=True)

@@ -86,16 +86,17 @@ def hard_gap(scores: Tensor, scale: Number = 1.0) -> tuple[Tensor, Tensor]:  # (
 
         1 - p_max  <=  (n - 1) exp(-scale * g);       |soft - hard| <= (1 - p_max) * diam(V)
 
-    Unique maximum; at a tie the bound is n - 1 and says nothing. Spec: M-SPA-2.
+    Unique maximum; at a tie the bound is n - 1 and says nothing; of one key both are 0. Spec: M-SPA-2.
 
     >>> [round(x.item(), 4) for x in hard_gap(torch.tensor([2.0, 0.0]), 1.0)]  # 1/(1 + e^2), e^-2
     [0.1192, 0.1353]
     """
     scale_t = number(scale).to(scores.dtype)
     p = gibbs_law(scores, scale=scale_t).probs
-    top = scores.topk(2, -1).values
+    n = scores.shape[-1]
+    top = scores.topk(min(n, 2), -1).values
     rest = p.sum(-1) - p.amax(-1)
-    return rest, (scores.shape[-1] - 1) * torch.exp(-scale_t * (top[..., 0] - top[..., 1]))
+    return rest, (n - 1) * torch.exp(-scale_t * (top[..., 0] - top[..., -1]))
 
 
 def gumbel_noise(*shape: int, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
