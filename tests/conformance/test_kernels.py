@@ -269,3 +269,11 @@ def test_statistics_of_a_kernel_are_not_made_again(attention_of) -> None:
     for a, b in zip(made, stats, strict=False):
         assert torch.equal(a, b.detach())
     assert stats.entropy.requires_grad
+
+
+def test_both_ways_of_several_batches_of_pairs() -> None:
+    query, key = torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    rows, columns = partita.Gibbs(query, key).both_ways_nll()
+    scores = query @ key.mT
+    assert_exact(rows, -scores.log_softmax(-1).diagonal(dim1=-2, dim2=-1))
+    assert_exact(columns, -scores.log_softmax(-2).diagonal(dim1=-2, dim2=-1))

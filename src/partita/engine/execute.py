@@ -207,7 +207,7 @@ def weighted_divergence(p: Request, q: Request, kind: str, beta: float, weight: 
     """sum_i weight_i divergence_i; the weights have no gradient."""
     operands = (p.query, p.key, p.scale, p.bias, q.query, q.key, q.scale, q.bias)
     backend = _kernel("divergences", p, operands, q)
-    if backend is not None and backend.divergences is not None and backend.divergences.weighted is not None:
+    if backend is not None and backend.divergences.weighted is not None:
 
         def again(*given: Tensor | None) -> Tensor:
             one, other = (replace(r, **_named_operands(x)) for r, x in ((p, given[:4]), (q, given[4:])))
@@ -317,8 +317,8 @@ def both_ways(request: Request) -> tuple[Tensor, Tensor]:  # (n,), (n,)
     return _diagonal(*operands, r.bias)
 
 
-def _own(rows: Tensor) -> Tensor:
-    return torch.arange(rows.shape[-2], device=rows.device)
+def _own(rows: Tensor) -> Tensor:  # (*b, n)
+    return torch.arange(rows.shape[-2], device=rows.device).expand(rows.shape[:-1])
 
 
 def _diagonal(query: Tensor, key: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
