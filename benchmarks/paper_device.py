@@ -81,6 +81,8 @@ def on_paper(device: Device) -> Iterator[list[Launch]]:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         constants = {p.name: given[p.name] for p in self.params if p.is_constexpr and p.name in given}
+        if "S" in constants:  # the switches, which come as one tuple
+            constants |= {name: switch.value for name, switch in constants.pop("S")._asdict().items()}
         size = grid({**given, **constants}) if callable(grid) else grid
         launches.append(Launch(self.fn.__name__, kernel, constants, tuple(size)))
         return kernel

@@ -65,7 +65,7 @@ def test_heads_that_share_their_keys_become_rows(kind, launched):
     given = {"query": query, "key": key, "value": value}
     found = everything("triton", given, grouped=True, support=support)
     first = launched[0]
-    assert (first.arguments["n_query"], first.arguments["n_batch"]) == (3, 4)  # three heads a tile, four key heads
+    assert (first.arguments["o"].n_query, first.arguments["o"].n_batch) == (3, 4)  # three heads a tile, four key heads
     want = everything("dense", {n: x.double() for n, x in given.items()}, grouped=True, support=support)
     for name, x in found.items():
         slack = 308 * torch.finfo(DTYPE).eps * max(1.0, float(want["max_score"].nan_to_num(0, 0, 0).abs().max()) ** 2)

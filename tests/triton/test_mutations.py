@@ -24,7 +24,7 @@ MUTATIONS = {
     "nothing": ("common.py", "", "", CAUSAL),
     "mask: the end of an interval": (
         "common.py",
-        "    if STOP:\n        seen =",
+        "    if S.STOP:\n        seen =",
         "    if False:\n        seen =",
         CAUSAL,
     ),
@@ -33,7 +33,7 @@ MUTATIONS = {
     "moment: the spread between two tiles": ("forward.py", "away, 1) + between", "away, 1)", SIZES),
     "moment: its gradient": ("flow.py", "b += 2 * c", "b += c", SIZES),
     "merge: the first moment": ("decode.py", "(first_here + aside * here)", "first_here", PARTS),
-    "repair: values that are not finite": ("forward.py", "v = tl.where(bad, 0.0, v).to(DOT)", "v = v", POISON),
+    "repair: values that are not finite": ("forward.py", "v = tl.where(bad, 0.0, v).to(S.DOT)", "v = v", POISON),
 }
 
 

@@ -6,6 +6,7 @@ can be asked about it without a device.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import importlib
@@ -13,7 +14,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from partita.engine.backends.triton.tiles import INTERPRETER, Tile
 from partita.engine.request import Request
 from partita.engine.terms import Term
 
-__all__ = ["Launch", "Operands", "interpreted", "padded", "target_of"]
+__all__ = ["Laid", "Launch", "Operands", "interpreted", "named", "padded", "target_of"]
 
 _KERNELS = "partita.engine.backends.triton.kernels"
 _INT32 = 2**31 - 1
@@ -62,13 +63,29 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+class Laid(NamedTuple):
+    """A tensor as it lies: its address, and how far apart two rows and two columns are; 0 where one serves all."""
+
+    at: Tensor
+    row: int
+    col: int | None = None
+
+
+_tuple_of = functools.cache(collections.namedtuple)
+
+
+def named(**fields: Any) -> Any:
+    """These in one tuple, by their names: what belongs together goes through a kernel's functions as one argument."""
+    return _tuple_of("named", tuple(fields))(**fields)
+
+
 @dataclass(frozen=True)
 class Launch:
     """One call of a kernel."""
 
     kernel: str  # file and function
     programs: int
-    arguments: dict[str, Tensor | int | None]
+    arguments: dict[str, Any]  # tensors, numbers, None and named tuples of them
     switches: dict[str, Any]  # constexprs; dtypes by their names
     tile: Tile
 
@@ -77,10 +94,11 @@ class Launch:
         module, name = self.kernel.split(".")
         return getattr(importlib.import_module(f"{_KERNELS}.{module}"), name)
 
-    def constants(self) -> dict[str, Any]:
-        """The switches with dtypes as Triton has them."""
-        language = importlib.import_module("triton.language")
-        return {k: getattr(language, v) if k in ("ACC", "DOT", "INDEX") else v for k, v in self.switches.items()}
+    def constants(self) -> Any:
+        """The switches as a kernel's functions hand them on: in one tuple, each a constexpr of its own."""
+        tl = importlib.import_module("triton.language")
+        found = {k: getattr(tl, v) if k in ("ACC", "DOT", "INDEX") else v for k, v in self.switches.items()}
+        return named(**{k: tl.constexpr(v) for k, v in found.items()})
 
     def run(self, device: torch.device) -> None:
         """Call it: on a GPU, or in the interpreter, where numpy computes and would warn of every inf - inf."""
@@ -91,7 +109,7 @@ class Launch:
             here = importlib.import_module("numpy").errstate(all="ignore")
         with here:
             self.function()[(self.programs,)](
-                **self.arguments, **self.constants(), num_warps=self.tile.warps, num_stages=self.tile.stages
+                **self.arguments, S=self.constants(), num_warps=self.tile.warps, num_stages=self.tile.stages
             )
 
 
@@ -129,27 +147,17 @@ class Operands:
         )
         return _table(self.batch, lies, self.request.query.device)
 
-    def arguments(self) -> dict[str, Tensor | int | None]:
-        """Tensors, their table and their strides, by the names that all kernels give them."""
-        out: dict[str, Tensor | int | None] = {n: t for n, t in self.tensors.items() if n != "moment"}
-        out["offsets"] = self.table()
-        for name, (row, col) in {
-            "query": ("query_row", "query_col"), "key": ("key_row", "key_col"), "value": ("value_row", "value_col"),
-            "bias": ("bias_row", "bias_col"), "mask": ("mask_row", "mask_col"),
-        }.items():  # fmt: skip
-            out[row], out[col] = self._step(name, -2), self._step(name, -1)
-        for name, row in {
-            "scale": "scale_row", "target": "target_row", "start": "start_row", "stop": "stop_row",
-            "query_segment": "segment_row", "key_segment": "key_segment_col",
-        }.items():  # fmt: skip
-            out[row] = self._step(name, -1)
-        r = self.request
-        return {**out, "n_batch": self.n_batch, "n_query": r.n_query, "n_key": r.n_key}
+    def arguments(self) -> Any:
+        """Every operand as it lies, the table and the sizes, by the names that all kernels have for them."""
+        lies = {name: self._lies(name) for name in self.tensors if name != "moment"}
+        n_query, n_key = self.request.n_query, self.request.n_key  # side by side behind an address: read as one
+        return named(**lies, offsets=self.table(), n_query=n_query, n_key=n_key, n_batch=self.n_batch)
 
-    def _step(self, name: str, dim: int) -> int:
-        """How far apart two neighbours of a dimension lie; 0 where one serves all."""
-        tensor = self.tensors[name]
-        return 0 if tensor is None or tensor.shape[dim] == 1 else tensor.stride(dim)
+    def _lies(self, name: str) -> Laid | None:
+        t, tail = self.tensors[name], _TAIL[name]
+        if t is None:
+            return None
+        return Laid(t, *(0 if n == 1 else s for n, s in zip(t.shape[-tail:], t.stride()[-tail:], strict=True)))
 
     def switches(self) -> dict[str, Any]:
         """What is constant in a kernel because of this request."""

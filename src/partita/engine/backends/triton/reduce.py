@@ -14,7 +14,7 @@ from partita.engine.backends import tiled
 from partita.engine.backends.one_term import one_term
 from partita.engine.backends.parts import backward_parts, forward_parts, parts
 from partita.engine.backends.triton import decode
-from partita.engine.backends.triton.launch import Launch, Operands, padded, target_of
+from partita.engine.backends.triton.launch import Laid, Launch, Operands, named, padded, target_of
 from partita.engine.backends.triton.tiles import Tile, careful, tile
 from partita.engine.request import Request
 from partita.engine.sums import OPERANDS, Sums, Upstream
@@ -78,34 +78,25 @@ def _forward(r: Request) -> Sums:
         return torch.empty((*lead, *rows), dtype=dtype, device=device) if there else None
 
     found: dict[str, Any] = {
-        "peak_out": empty(True, dtype=torch.float64),
-        "mass_out": empty(True),
-        "count_out": empty(True),
-        "first_out": empty(level > 0),
-        "spread_out": empty(level > 1),
-        "statistics_out": empty(level > 0, 5),
-        "target_score_out": empty(aimed),
+        "peak": empty(True, dtype=torch.float64),
+        "mass": empty(True),
+        "count": empty(True),
+        "first": empty(level > 0),
+        "spread": empty(level > 1),
+        "target_score": empty(aimed),
     }
-    rank = empty(ranked, dtype=torch.int64)
+    beside: dict[str, Any] = {"statistics": empty(level > 0, 5), "rank": empty(ranked, dtype=torch.int64)}
     moment = None if r.value is None else _empty_as(r, (*rows, r.value.shape[-1]))
     given = Operands.of(r, term, moment)
-    lies = {} if moment is None else {"moment_row": moment.stride(-2), "moment_col": moment.stride(-1)}
-    lies = lies or {"moment_row": 0, "moment_col": 0}
-    to = {**found, "moment_out": moment, **lies}
+    lies = None if moment is None else Laid(moment, moment.stride(-2), moment.stride(-1))
+    whole = to = named(**found, **beside, moment=lies)
     if split > 1:  # raw sums of each part
-        raw = {name: empty(x is not None, split) for name, x in found.items() if name != "statistics_out"}
-        part = None if moment is None else moment.new_empty((split, *moment.shape))
-        to = {
-            **raw,
-            "statistics_out": None,
-            "moment_out": part,
-            "moment_row": 0 if moment is None else moment.shape[-1],
-            "moment_col": 1,
-        }
+        raw = {name: empty(x is not None, split) for name, x in found.items()}
+        part = None if moment is None else Laid(moment.new_empty((split, *moment.shape)), moment.shape[-1], 1)
+        to = named(**raw, moment=part)
     arguments: dict[str, Any] = {
-        **given.arguments(),
-        **to,
-        "rank_out": rank,
+        "o": given.arguments(),
+        "out": to,
         "flags": None if moment is None else torch.empty(programs * split, dtype=torch.int32, device=device),
         "split_keys": -(-r.n_key // (split * shape.keys)) * shape.keys,
     }
@@ -113,13 +104,12 @@ def _forward(r: Request) -> Sums:
     switches = given.switches() | asked | {"RANK": ranked, "SPLIT": split > 1, "MEAN": r.mean and split == 1}
     _twice("forward.forward", shape, r.n_query, given.n_batch * split, arguments, switches, device, moment is not None)
     if split > 1:
-        partial = {name.replace("_out", "_in"): arguments[name] for name in (*raw, "moment_out")}
-        sizes = {"n_batch": given.n_batch, "n_query": r.n_query, "parts": split, "offsets": given.table()}
+        sizes = {"n_batch": given.n_batch, "n_query": r.n_query, "parts": split}
         constant = {name: switches[name] for name in ("V", "BLOCK_V", "VALUE", "ACC")} | asked
         constant |= {"MEAN": r.mean, "BLOCK_M": shape.rows}
-        merging = {**partial, **sizes, **found, "moment_out": moment, **lies}
+        merging = {"raw": to, "out": whole, "offsets": given.table(), **sizes}
         Launch("decode.merge", programs, merging, constant, shape).run(device)
-    sums = Sums(**{name.removesuffix("_out"): x for name, x in found.items()}, rank=rank)
+    sums = Sums(**found, **beside)
     return sums._replace(mean=moment) if r.mean else sums._replace(moment=moment)
 
 
@@ -198,15 +188,16 @@ def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> d
     switches = given.switches() | {"LEVEL": g.level, "VALUE": valued, "TARGET": aimed}
     boost = _boost(g) if r.query.dtype == torch.float16 else None
     g = g if boost is None else _times(g, boost)
-    arguments = given.arguments() | {
-        "peak": peak.contiguous(),
-        "g_mass": g.mass.contiguous(),
-        "g_first": g.first.contiguous(),
-        "g_second": g.second.contiguous(),
+    upstream = named(
+        peak=peak.contiguous(),
+        mass=g.mass.contiguous(),
+        first=g.first.contiguous(),
+        second=g.second.contiguous(),
         # a factor of products, as the others are: rounded once, and not for every tile that reads it
-        "g_moment": None if g.moment is None else g.moment.to(r.query.dtype).contiguous(),
-        "g_target": None if not aimed or g.target is None else g.target.contiguous(),
-    }
+        moment=None if g.moment is None else g.moment.to(r.query.dtype).contiguous(),
+        target=None if not aimed or g.target is None else g.target.contiguous(),
+    )
+    arguments = {"o": given.arguments(), "g": upstream}
     target = target_of(device)
     dim = max(switches["BLOCK_D"], switches["BLOCK_V"] if valued else 0)
     made: dict[str, Tensor] = {}
