@@ -1,7 +1,7 @@
 """The table of backends, and which of them serves.
 
 A backend answers `why_not(request)` with None or a reason, and offers `forward` and `backward` of a request. It may
-offer kernels for three reads that need less than a pass and its backward; their definition is the ordinary pass.
+offer kernels for reads that need less than a pass and its backward; their definition is the ordinary pass.
 One named by the caller that cannot serve raises with its reason; "auto" takes the first of the table that can and may
 be taken unasked. Adding a backend is adding a folder here, and a row below.
 """
