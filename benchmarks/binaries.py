@@ -49,7 +49,7 @@ class Resources:
     stages: int
     tensor: str  # the instruction that does the products, "" where there is none
     whole: Counts
-    loop: Counts | None  # the loop over tiles; None where it cannot be told
+    loop: Counts | None  # the loop over tiles; None where it is not known
 
     def record(self) -> dict[str, Any]:
         return asdict(self)

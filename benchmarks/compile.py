@@ -1,7 +1,7 @@
 """What does a graph cost? Compiling attention, and calling it compiled, against calling it as it is.
 
-Call overhead shows on one query and a few keys, where the pass is next to nothing; at 512 it should not. Where nobody
-needs gradients plain attention has an operator of its own; with a policy the graph asks the general one. torch's own
+Call overhead shows on one query and a few keys, where the pass is next to nothing; at 512 it should not. Without
+gradients plain attention has an operator of its own; with a policy the graph calls the general one. torch's own
 attention, compiled the same way, stands beside it. Compile times are those of a first call of this code, in a folder in
 which something else was compiled before: the headers, some seconds, are everybody's.
 """

@@ -13,24 +13,30 @@ from torch.nn import LinearCrossEntropyOptions
 
 import partita
 
-from .harness import Call, Options, Row, compare, interleave
+from .harness import Call, Options, Row, bar_in, compare, in_half, interleave
 
-# rows, dim, classes, bar
-CASES = [(2048, 512, 32768, 0.92), (512, 256, 8192, None)]
-QUICK = [(64, 16, 200, None)]
+# rows, dim, classes, dtype, bar
+CASES = [
+    (2048, 512, 32768, torch.float32, 0.92),
+    (512, 256, 8192, torch.float32, None),
+    (2048, 512, 32768, torch.bfloat16, 0.75),
+]
+QUICK = [(64, 16, 200, torch.float32, None), (64, 16, 200, torch.bfloat16, None)]
 CHUNKS = (128, 256, 512, 1024)
 
 
 def cases(options: Options) -> Iterator[list[Row]]:
-    for rows, dim, classes, bar in QUICK if options.quick else CASES:
-        name = f"linear CE fwd+bwd N={rows} D={dim} V={classes}"
+    for rows, dim, classes, dtype, bar in QUICK if options.quick else CASES:
+        name = f"linear CE fwd+bwd N={rows} D={dim} V={classes}" + in_half(dtype)
         if options.wants(name):
-            yield _case(name, rows, dim, classes, bar, options)
+            yield _case(name, rows, dim, classes, dtype, bar_in(dtype, bar), options)
 
 
-def _case(name: str, rows: int, dim: int, classes: int, bar: float | None, options: Options) -> list[Row]:
-    x = torch.randn(rows, dim, requires_grad=True)
-    w = (torch.randn(classes, dim) * dim**-0.5).requires_grad_()
+def _case(
+    name: str, rows: int, dim: int, classes: int, dtype: torch.dtype, bar: float | None, options: Options
+) -> list[Row]:
+    x = torch.randn(rows, dim).to(dtype).requires_grad_()
+    w = (torch.randn(classes, dim) * dim**-0.5).to(dtype).requires_grad_()
     target = torch.randint(classes, (rows,))
 
     def ours() -> object:
@@ -49,4 +55,6 @@ def _case(name: str, rows: int, dim: int, classes: int, bar: float | None, optio
     # The bar counts against the better of the two, so it holds for both rows.
     bars = {} if bar is None else dict.fromkeys(peers, bar)
     # scores, d input, d weight
-    return compare("cross_entropy", name, ours, peers, options, bars=bars, flops=6.0 * rows * dim * classes)
+    return compare(
+        "cross_entropy", name, ours, peers, options, bars=bars, flops=6.0 * rows * dim * classes, dtype=dtype
+    )

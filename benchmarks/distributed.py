@@ -1,7 +1,7 @@
 """Ring or gather across processes: when does passing blocks round beat fetching all keys, and does the model know?
 
 Real gloo processes on this machine, one thread each. Latency, bandwidth, the engine's rate and how far work and traffic
-overlap are measured in each world; `partita.distributed.cost` predicts both times from them. With more processes than
+overlap are measured in each world; `partita_theory.ring` predicts both times from them. With more processes than
 cores everything is slower, which the calibration sees too: it runs in the same world at the same time on all ranks.
 
 Memory: what a rank needs beyond its inputs, gradients included, beside a W-th of what one process needs for the whole.
@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partita.distributed._ring.communication import send_receive, wait
-from partita.distributed._ring.distribution import Ring
-from partita.distributed._ring.group import Group, group_of
-from partita.distributed.cost import Machine, Work, crossing, gather_time, ring_bytes, ring_time
+from partita.collective import Collective
+from partita.distributed.blocks import send_receive, wait
 from partita.gibbs import Gibbs
+from partita_theory.ring import Machine, Work, crossing, gather_time, ring_bytes, ring_time
 
 from .harness import Options, Row
 from .held import classes, pairs, sequence
@@ -100,7 +99,7 @@ def _run_world(world: int, sizes: tuple[int, ...], repeat: int) -> Measured:
 
 
 def _ask(world: int, target: Callable[..., None], *arguments: object) -> Any:
-    """What rank 0 of so many new processes sends back."""
+    """What rank 0 of this many new processes sends back."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +123,7 @@ def _serve(rank: int, world: int, store: str, sizes: tuple[int, ...], repeat: in
     torch.manual_seed(rank)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     machine = _calibrate(world, repeat, max(sizes))
-    ring, gather, group = {}, {}, group_of(dist.group.WORLD)
+    ring, gather, group = {}, {}, Collective.of(dist.group.WORLD)
     for n in sizes:
         query, key = (torch.randn(n, DIM, requires_grad=True) for _ in range(2))
         ring[n] = _time(lambda q=query, k=key: _by_ring(q, k, group), repeat)  # type: ignore[misc]
@@ -153,8 +152,8 @@ def _loss(log_partition: Tensor) -> Tensor:
     return log_partition.sum()
 
 
-def _by_ring(query: Tensor, key: Tensor, group: Group) -> object:
-    sums = Ring(query, key, group=group, sizes=[len(key)] * group.size, scale=0.1).sums(statistics=False)
+def _by_ring(query: Tensor, key: Tensor, group: Collective) -> object:
+    sums = replace(group, sizes=((len(key),) * group.size,)).sums(query, key, 0.1, statistics=False)
     return torch.autograd.grad(_loss(sums.state.log_partition()), (query, key))
 
 
@@ -250,10 +249,10 @@ def _line(x0: float, y0: float, x1: float, y1: float) -> tuple[float, float]:
 
 
 def _calibrate(world: int, repeat: int, largest: int) -> Machine:
-    group = group_of(dist.group.WORLD)
+    group = Collective.of(dist.group.WORLD)
     # a ring of one: what a block costs without its journey
     groups = [dist.new_group([rank]) for rank in range(world)]
-    alone = group_of(groups[dist.get_rank()])
+    alone = Collective.of(groups[dist.get_rank()])
 
     def hop(size: int) -> float:
         out, into = torch.zeros(size // 4), torch.zeros(size // 4)
@@ -307,7 +306,7 @@ def _extrapolate() -> None:
     print(f"{'work':<54} {'devices':>7} " + " ".join(f"{name:>12}" for name in names))
     for name, work in FAR_WORK.items():
         for world in (8, 64, 1024, 16384):
-            # the own block, and of its parts (partita.distributed._ring.blocks) the one at hand and the next
+            # the own block, and of its parts (partita.distributed.blocks) the one at hand and the next
             part = max(work.block_bytes // 16, min(work.block_bytes, 1 << 20))
             sent, held, whole = ring_bytes(work, world), work.block_bytes + 2 * part, world * work.block_bytes
             times = _seconds(ring_time(work, FAR, world)), _seconds(gather_time(work, FAR, world))

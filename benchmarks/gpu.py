@@ -1,4 +1,4 @@
-"""On a GPU: attention, decode and losses beside whoever else is installed. `make bench-gpu`.
+"""On a GPU: attention, decode and losses next to the other packages that are installed. `make bench-gpu`.
 
 For each function: the best and the median time, the peak of memory above what its operands need, useful operations per
 second, and their share of what a large product of the same dtype reaches in the same run, and of what the vendor says.

@@ -1,4 +1,4 @@
-"""Pages made from the resource table: docs/gpu-resources.md whole, and the roofline's table in docs/explain/gpu.md."""
+"""Pages made from the resource table: docs/reference/gpu-resources.md whole, and the table of docs/explain/gpu.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .paper_device import DEVICES
 from .roofline import bounds, table
 
 ROOT = Path(__file__).parents[1]
-RESOURCES = ROOT / "docs" / "gpu-resources.md"
+RESOURCES = ROOT / "docs" / "reference" / "gpu-resources.md"
 GPU = ROOT / "docs" / "explain" / "gpu.md"
 MARKED = re.compile(r"(<!-- roofline -->\n).*?(<!-- end -->)", re.DOTALL)
 LEVELS = ("output", "+ entropy", "+ variance")
@@ -19,7 +19,7 @@ HEAD = """# What the GPU kernels need
 
 Made by `make gpu-resources` from `tests/triton/resources.json`, which holds every number below and the instruction
 counts; do not edit. Triton {triton}, compiled ahead of time on a machine without a GPU; nothing was timed on a device.
-[What that proves and what it does not](explain/gpu.md).
+[What that proves and what it does not](../explain/gpu.md).
 
 A cell is: rows x keys of a tile, warps (w) and pipeline stages (s); registers per thread; shared memory of a block, in
 KiB. `spills n` are bytes per thread that registers could not hold. Levels: the output and log Z; with entropy and

@@ -21,6 +21,7 @@ from types import ModuleType
 import torch
 
 import partita
+from partita.engine.backends.native import library
 
 Call = Callable[[], object]
 CLOSE = 3.0
@@ -57,7 +58,7 @@ class Row:
     bar: float | None = None
     pairs: float | None = None  # the median over rounds of ours / peer: steadier than the ratio of the best
     load: float = 0.0  # the machine's one-minute load average; about `threads` of it is this benchmark itself
-    others: float = 0.0  # processors that were busy for somebody else during the case
+    others: float = 0.0  # processors that were busy with other work during the case
     note: str = ""
     extra: dict[str, float | str] = field(default_factory=dict)
 
@@ -96,7 +97,7 @@ def interleave(
 ) -> tuple[dict[str, Timing], float]:
     """Times of each call, taken in turns; and how many processors were busy for others meanwhile.
 
-    The order turns by one each round, so that nobody always runs after the same neighbour. After `repeat` rounds those
+    The order turns by one each round, so that no form always runs after the same neighbour. After `repeat` rounds those
     that take less than CLOSE times the fastest go on for some seconds: the best of nine short times is luck.
     """
     names = list(calls)
@@ -145,14 +146,25 @@ class _Neighbours:
         return max(0.0, (busy - own) / wall) if wall > 0 else 0.0
 
 
-def mm_peak(size: int = 2048, repeat: int = 5) -> float:
-    """Floating-point operations per second of a large float32 torch.mm: the practical multiply-add peak.
+def mm_peak(size: int = 2048, repeat: int = 5, dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations per second of a large torch.mm in this dtype: the practical multiply-add peak.
 
     The processor could do a little more; no code for general shapes is known to us that does.
     """
-    a, b = torch.randn(size, size), torch.randn(size, size)
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
     timings, _ = interleave({"mm": lambda: torch.mm(a, b)}, repeat=repeat)
     return 2 * size**3 / timings["mm"].best_s
+
+
+def in_half(dtype: torch.dtype) -> str:
+    """What the name of a case ends in, if it is in another dtype than float32."""
+    return "" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}"
+
+
+def bar_in(dtype: torch.dtype, bar: float | None) -> float | None:
+    """The bar of a case; in bfloat16 None where the native kernels widen it."""
+    found = library.load()
+    return bar if dtype == torch.float32 or (found is not None and found.pairs) else None
 
 
 def compare(
@@ -165,12 +177,16 @@ def compare(
     bars: dict[str, float] | None = None,
     flops: float | None = None,
     note: str = "",
+    warmup: int = 2,
+    dtype: torch.dtype = torch.float32,  # of the matrix product that operations are compared with
 ) -> list[Row]:
     """One row for each peer, and a roofline row where the number of operations is known."""
     if options.before is not None:
         peers = {"partita before": bound(ours, options.before), **peers}
         bars = {"partita before": BEFORE_BAR, **(bars or {})}
-    timings, others = interleave({"partita": ours, **peers}, repeat=options.repeat, seconds=options.seconds)
+    timings, others = interleave(
+        {"partita": ours, **peers}, repeat=options.repeat, warmup=warmup, seconds=options.seconds
+    )
     mine = timings["partita"]
     common = {"load": round(os.getloadavg()[0], 2), "others": round(others, 2)}
     rows = [
@@ -190,7 +206,7 @@ def compare(
         for peer in peers
     ]
     if flops is not None:
-        peak = mm_peak(512 if options.quick else 2048)
+        peak = mm_peak(512 if options.quick else 2048, dtype=dtype)
         achieved = flops / mine.best_s
         rows.append(
             Row(

@@ -1,4 +1,4 @@
-"""The other margin and two distributions at once: what do columns cost, and are we faster than eager torch?
+"""Attention received per key, and divergences: what do columns cost, and are we faster than eager torch?
 
 Eager torch also works in chunks of rows, of the size that is best here, found before the comparison; each chunk's
 gradients are taken at once, so that no more than a chunk of logits lives.
@@ -47,7 +47,14 @@ def _times(options: Options) -> Iterator[list[Row]]:
 
 def _attended(heads: int, n: int, received: bool) -> Call:
     q, k, v = (torch.randn(1, heads, n, 64) for _ in range(3))
-    return lambda: partita.attention(q, k, v, is_causal=True, return_stats=received, return_received=received)
+    if not received:
+        return lambda: partita.attention(q, k, v, is_causal=True)
+
+    def both() -> object:
+        p = partita.Gibbs(q, k, scale=q.shape[-1] ** -0.5, support=partita.support.causal())
+        return p.expectation(v), p.stats(), p.received()
+
+    return both
 
 
 def _received(name: str, heads: int, n: int, options: Options) -> list[Row]:
@@ -72,7 +79,7 @@ def _dense(kind: str, teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def _two_heads(kind: str, rows: int, dim: int, classes: int) -> tuple[Call, Callable[[int], Call]]:
-    """Loss and gradients of the student's input and weight, by us and in torch's functions so many rows at a time."""
+    """Loss and gradients of the student's input and weight, by us and by torch's functions in chunks of rows."""
     x, w, y, v = (torch.randn(n, dim) * dim**-0.5 for n in (rows, classes, rows, classes))
     x, w = (4 * x).requires_grad_(), (4 * w).requires_grad_()
     y, v = 4 * y, 4 * v

@@ -24,8 +24,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import partita
 from partita.hf.cache import heavy_hitter_cache
-from partita.lab.draw import svg
-from partita.lab.figure import Figure, Line, Panel
 
 LENGTH, CHUNK = 256, 8
 
@@ -98,7 +96,9 @@ def main() -> None:
         both.append(perplexity(model, held, size // 2, size // 2))
         last.append(perplexity(model, held, 0, size))
         print(f"  {size:>4} of {LENGTH} keys   half of them most received {both[-1]:.3f}   recent only {last[-1]:.3f}")
-    if options.figure:
+    if options.figure:  # drawn by partita-theory
+        from partita_theory.figure import Figure, Line, Panel, svg
+
         share = [size / LENGTH for size in sizes]
         lines = [Line("half most received, half recent", share, both), Line("recent only", share, last)]
         lines.append(Line("whole cache", [share[0], share[-1]], [whole, whole], kind="context"))

@@ -76,7 +76,7 @@ def judge(body: nn.Module, head: nn.Linear, x: Tensor, y: Tensor, temperature: f
 def main() -> None:
     x, y, x_tune, y_tune, x_test, y_test = data()
 
-    print("Cross entropy, held-out digits: one pass says all of this")
+    print("Cross entropy, held-out digits: all of this from one pass")
     body, head = train(x, y, "cross entropy")
     stats = judge(body, head, x_test, y_test)
     row("loss", stats.nll.mean().item())

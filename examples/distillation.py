@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from partita.lab.draw import svg
-from partita.lab.figure import Figure, Line, Panel
 
 LENGTH, BATCH = 32, 8
 
@@ -118,7 +116,9 @@ def main() -> None:
             f"{kind}: loss {first:.3f} -> {last:.3f}",
             {k: round(v, 3) for k, v in compare(student, teacher, held).items()},
         )
-    if options.figure:
+    if options.figure:  # drawn by partita-theory
+        from partita_theory.figure import Figure, Line, Panel, svg
+
         lines = [Line(kind, [float(i) for i in range(len(smooth(y)))], smooth(y)) for kind, y in curves.items()]
         panel = Panel("", f"training, in parts of {max(1, steps // 20)} steps", "loss (nats)", lines)
         note = f"{n_word} words, width {teacher.head.in_features} teaches width 32, one run"

@@ -65,8 +65,7 @@ def train(band: tuple[float, float] | None, steps: int) -> tuple[list[float], li
 
 
 def draw(runs: dict[str, tuple[list[float], list[float]]], path: str) -> None:
-    from partita.lab.draw import svg
-    from partita.lab.figure import Figure, Line, Panel
+    from partita_theory.figure import Figure, Line, Panel, svg
 
     panels = []
     for which, label in enumerate(("loss", "H / log n")):

@@ -3,7 +3,7 @@
 Masked-word prediction on real text. Each policy is trained at length 64 from the same seeds and evaluated at longer
 lengths. The published pattern (accuracy in percent at 64, 128, 256, 512, 1024) is 43.27 36.53 23.02 15.12 11.54 for
 1/sqrt(d) and 43.11 41.17 34.04 20.15 13.58 for log n. What comes out here is printed as it is: the mean over seeds
-and a 95 % interval of it. The experiment is `partita_studies.experiments.length_generalisation`; `partita study run
+and a 95 % interval of it. The experiment is `partita_theory.experiments.length_generalisation`; `partita study run
 length_generalisation --size full` also predicts next words, keeps every row and draws the figure.
 
     python examples/length_study.py            a quarter of an hour on two cores
@@ -16,8 +16,8 @@ import sys
 
 import torch
 
-from partita_studies.experiment import Row, mean_by
-from partita_studies.experiments.length_generalisation import EXPERIMENT, POLICIES, PUBLISHED
+from partita_theory.experiments.length_generalisation import EXPERIMENT, POLICIES, PUBLISHED
+from partita_theory.results import Row, mean_by
 
 
 def table(rows: list[Row], value: str, title: str, indent: str = "") -> None:

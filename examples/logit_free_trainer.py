@@ -58,8 +58,7 @@ def smooth(values: list[float], width: int = 10) -> list[float]:
 
 
 def draw(runs: dict[str, tuple[list[float], list[float], float]], path: str) -> None:
-    from partita.lab.draw import svg
-    from partita.lab.figure import Figure, Line, Panel
+    from partita_theory.figure import Figure, Line, Panel, svg
 
     def line(name: str, values: list[float]) -> Line:
         return Line(name, [10.0 * i for i in range(len(smooth(values)))], smooth(values))

@@ -1,7 +1,7 @@
 """Every finding of the monitor, provoked on purpose, and what cures it.
 
 Run it with `python examples/provoked_findings.py [--figures FOLDER]`. Each case is a few watched steps before and after
-the cure; the finding must be there, and then be gone. docs/findings-explained.md shows the pictures.
+the cure; the finding must be there, and then be gone. docs/guide/findings-explained.md shows the pictures.
 """
 
 from __future__ import annotations
@@ -186,8 +186,7 @@ def series(record: Record, case: Case) -> tuple[list[float], list[float]]:
 
 
 def draw(code: str, before: Record, after: Record, folder: Path) -> Path:
-    from partita.lab.draw import svg
-    from partita.lab.figure import Figure, Line, Panel
+    from partita_theory.figure import Figure, Line, Panel, svg
 
     case, lines = CASES[code], []
     for name, record in (("provoked", before), ("cured", after)):

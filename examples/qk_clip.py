@@ -79,8 +79,7 @@ def smooth(values: list[float], width: int = 10) -> list[float]:
 
 
 def draw(runs: dict[str, tuple[list[float], list[float]]], path: str) -> None:
-    from partita.lab.draw import svg
-    from partita.lab.figure import Figure, Line, Panel
+    from partita_theory.figure import Figure, Line, Panel, svg
 
     panels = []
     for which, label in enumerate(("loss", "largest score")):

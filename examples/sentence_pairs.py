@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from partita.adapters.sentence_transformers import MultipleNegativesRankingLoss
 from partita.contrastive import ContrastStats, alignment, info_nce_loss, uniformity
-from partita.metrics import mean_reciprocal_rank, top_k_accuracy
-from partita.theory.information import mutual_information_bound
+from partita.metrics import mean_reciprocal_rank, mutual_information_bound, top_k_accuracy
 
 STEPS, BATCH, BUCKETS, WIDTH = (10 if "--quick" in sys.argv else 120), 256, 20011, 64
 

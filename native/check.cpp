@@ -2,6 +2,8 @@
 // emulated. Here the plain pass, forward and backward, and the classifier; what check.h names last has the rest.
 //
 //   cmake -B build -S native -DPARTITA_CHECK=ON && cmake --build build && build/partita_check
+#include <cstring>
+
 #include "check.h"
 
 namespace {
@@ -33,7 +35,7 @@ Row<T> plain_row(const A* q, const std::vector<A>& key, const std::vector<A>& va
   return r;
 }
 
-// Long, because it is one call of each kind told in order: operands, the call, every result beside the plain formula.
+// Long, because it is one call of each kind in order: operands, the call, every result next to the plain formula.
 template <class A>
 void check_pass(int64_t Q, int64_t K, int64_t D, int64_t V, bool causal) {
   std::printf("pass, %s, %d x %d, %d features, %d values%s\n", sizeof(A) == 4 ? "float32" : "float64", int(Q), int(K),
@@ -172,6 +174,63 @@ void check_classifier(int64_t rows, int64_t classes, int64_t dim) {
   gradient.hold("gradient of the weighted loss", classes);
 }
 
+// bfloat16 numbers, as they are stored and in float32.
+struct Halves {
+  std::vector<uint16_t> stored;
+  std::vector<float> wide;
+  Halves(std::mt19937& source, size_t n) : stored(n), wide(drawn<float>(source, n)) {
+    for (size_t i = 0; i < n; ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, &wide[i], 4);
+      stored[i] = static_cast<uint16_t>(bits >> 16);
+      bits &= 0xffff0000u;
+      std::memcpy(&wide[i], &bits, 4);
+    }
+  }
+};
+
+// The three products of a cross entropy over classes, of bfloat16 numbers: sums in float32.
+void check_products_of_pairs(int64_t rows, int64_t classes, int64_t dim) {
+  std::printf("products of pairs, %d rows, %d classes\n", int(rows), int(classes));
+  std::mt19937 source(13);
+  const int64_t stride = classes + 3;  // of logits; their gradients are stored in the place of each row
+  const Halves input(source, rows * dim), weight(source, classes * dim), p(source, rows * 2 * stride);
+  std::vector<float> logits(rows * stride), to_input(rows * dim), to_weight = drawn<float>(source, classes * dim);
+  const std::vector<float> before = to_weight;
+  PartitaLogits l{
+      rows, classes, dim, dim, stride, PARTITA_BFLOAT16, 2, input.stored.data(), weight.stored.data(), logits.data()};
+  failures += partita_logits(&l) != 0;
+  l.logits = const_cast<uint16_t*>(p.stored.data());
+  l.input = to_input.data();
+  failures += partita_input_gradient(&l) != 0;
+  l.input = input.stored.data(), l.weight = to_weight.data();
+  failures += partita_weight_gradient(&l) != 0;
+  const auto compare = [](const char* what, int64_t n, int64_t m, int64_t terms, const auto& got, const auto& start,
+                          const auto& a, const auto& b) {
+    Error<float> error;
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t j = 0; j < m; ++j) {
+        float plain = 0;
+        Exact exact = 0;
+        for (int64_t k = 0; k < terms; ++k) plain += a(i, k) * b(j, k), exact += Exact(a(i, k)) * b(j, k);
+        error.add(exact + start(i, j), got(i, j), plain + start(i, j));
+      }
+    error.hold(what, terms);
+  };
+  const auto x = [&](int64_t i, int64_t k) { return input.wide[i * dim + k]; };
+  const auto w = [&](int64_t c, int64_t k) { return weight.wide[c * dim + k]; };
+  const auto at = [&](int64_t i, int64_t c) { return p.wide[i * 2 * stride + c]; };
+  const auto none = [](int64_t, int64_t) { return 0.0f; };
+  compare("logits", rows, classes, dim, [&](int64_t i, int64_t c) { return logits[i * stride + c]; }, none, x, w);
+  compare(
+      "gradient of the input", rows, dim, classes, [&](int64_t i, int64_t k) { return to_input[i * dim + k]; }, none,
+      at, [&](int64_t k, int64_t c) { return w(c, k); });
+  compare(
+      "gradient of the weight", classes, dim, rows, [&](int64_t c, int64_t k) { return to_weight[c * dim + k]; },
+      [&](int64_t c, int64_t k) { return before[c * dim + k]; }, [&](int64_t c, int64_t i) { return at(i, c); },
+      [&](int64_t k, int64_t i) { return x(i, k); });
+}
+
 }  // namespace
 
 int main() {
@@ -182,6 +241,10 @@ int main() {
   check_pass<double>(29, 173, 21, 11, true);
   check_classifier<float>(37, 501, 45);
   check_classifier<double>(13, 101, 21);
+  if (std::strstr(partita_isa(), "bf16")) {
+    check_products_of_pairs(37, 501, 70);
+    check_products_of_pairs(40, 33, 128);
+  }
   check_supports();
   check_rows();
   std::printf(failures ? "%d failed\n" : "all hold\n", failures);

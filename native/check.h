@@ -1,8 +1,8 @@
-// What the checks of the C interface share: numbers to ask with, and how large an error may be.
+// What the checks of the C interface share: random numbers, and how large an error may be.
 //
 // The bound is the project's own: the largest error of a result is at most twice that of the plain formula in the same
 // dtype, and where that one happens to be exact, four units in the last place of the largest value. In float64, where
-// twice is not promised, it is the bound of a sum: as many units in the last place as terms were added. An exponential
+// twice is not promised, it is the bound of a sum: one unit in the last place per term added. An exponential
 // of s - peak may be off by `reach` units more, the largest |s|: each of the two is rounded by half a unit of its size.
 #pragma once
 #include <algorithm>
@@ -22,7 +22,8 @@ int32_t partita_attention(const PartitaProblem*, const PartitaSums*, const Parti
 int32_t partita_backward(const PartitaProblem*, const PartitaGradients*);
 int32_t partita_softmax_rows(const PartitaSoftmaxRows*);
 int32_t partita_logits(const PartitaLogits*);
-int32_t partita_statistics(const PartitaStatistics*);
+int32_t partita_input_gradient(const PartitaLogits*);
+int32_t partita_weight_gradient(const PartitaLogits*);
 int32_t partita_received(const PartitaProblem*, const PartitaColumns*);
 int32_t partita_divergence_rows(const PartitaDivergenceRows*);
 int32_t partita_top(const PartitaProblem*, const PartitaTop*);

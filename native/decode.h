@@ -1,4 +1,4 @@
-// One or two rows against many keys, as in decoding: keys and values are read once, as they lie. To pack them, as for a
+// One or two rows against many keys, as in decoding: keys and values are read once, in place. To pack them, as for a
 // register block of rows, would cost more than the products.
 //
 //   s[j] = <query, key_j>    c = keep c + sum_j e_j value_j
@@ -58,6 +58,31 @@ PARTITA_INLINE void decode_accumulate_columns(int64_t n, const A* e, const A* va
     if (j < n) even[v] = V::fma(V::set(e[j]), V::load(value + v * V::W), even[v]);
     V::store(c + v * V::W, V::fma(V::set(keep), V::load(c + v * V::W), V::add(even[v], odd[v])));
   }
+}
+
+// N vectors of the values of n keys in one chain each, as a register block sums them: exact rows are the same by both.
+template <class A, int N>
+PARTITA_INLINE void accumulate_columns_in_order(int64_t n, const A* e, const A* value, int64_t ld, A* c, A keep) {
+  using V = Vec<A>;
+  typename V::T sum[N];
+#pragma GCC unroll 8
+  for (int v = 0; v < N; ++v) sum[v] = V::set(0);
+  for (int64_t j = 0; j < n; ++j, value += ld) {
+    const typename V::T x = V::set(e[j]);
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) sum[v] = V::fma(x, V::load(value + v * V::W), sum[v]);
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < N; ++v) V::store(c + v * V::W, V::fma(V::set(keep), V::load(c + v * V::W), sum[v]));
+}
+
+template <class A>
+inline void accumulate_in_order(int64_t n, const A* e, const A* value, int64_t ld, int64_t width, A* c, A keep) {
+  constexpr int W = Vec<A>::W;
+  int64_t v = 0;
+  for (; v + 8 * W <= width; v += 8 * W) accumulate_columns_in_order<A, 8>(n, e, value + v, ld, c + v, keep);
+  for (; v + 4 * W <= width; v += 4 * W) accumulate_columns_in_order<A, 4>(n, e, value + v, ld, c + v, keep);
+  for (; v < width; v += W) accumulate_columns_in_order<A, 1>(n, e, value + v, ld, c + v, keep);
 }
 
 template <class A>

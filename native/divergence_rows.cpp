@@ -28,7 +28,7 @@ PARTITA_INLINE Vec<double>::T log_one_to_two(Vec<double>::T x) { return log_abov
 #if defined(__AVX512F__)
 PARTITA_INLINE Vec<float>::T log_one_to_two(Vec<float>::T x) { return log_above_one<float>(x); }
 #else
-// The exponent is known: x or x / 2 lies in [sqrt 1/2, sqrt 2).
+// The exponent is known: x or x / 2 is in [sqrt 1/2, sqrt 2).
 PARTITA_INLINE Vec<float>::T log_one_to_two(Vec<float>::T x) {
   using V = Vec<float>;
   const V::T one = V::set(1.0f), root = V::set(1.41421356f), zero = V::set(0.0f);
@@ -57,7 +57,7 @@ struct Side {
   }
 };
 
-// Bias and visibility of one row of n scores, padded to whole vectors with keys nobody sees; its peak and its mass.
+// Bias and visibility of one row of n scores, padded to whole vectors with invisible keys; its peak and its mass.
 template <class A>
 Side<A> prepare(A* s, const A* bias, const int32_t* start, const int32_t* stop, int64_t i, int64_t n, int64_t whole) {
   using V = Vec<A>;

@@ -24,7 +24,7 @@ inline A largest(const A* s, const VisibleColumns& c, A known, A& bad) {
   return V::reduce_max(top);
 }
 
-// The columns of one row of a tile, counted for each edge: edges rise, so what lies outside one was outside the last.
+// The columns of one row of a tile, counted for each edge: edges rise, so what is outside one was outside the last.
 template <class A>
 inline void count_row(const A* s, const VisibleColumns& c, A peak, const A* edge, int64_t edges, int64_t* to) {
   using V = Vec<A>;
@@ -40,22 +40,24 @@ inline void count_row(const A* s, const VisibleColumns& c, A peak, const A* edge
   }
 }
 
-template <class A>
-struct GapWorkspace : TileWorkspace<A> {
+template <class F>
+struct GapWorkspace : TileWorkspace<F> {
+  using A = Sum<F>;
   A* peak;
 
   void lay_out(Arena& c, int64_t rows, int64_t D) {
-    TileWorkspace<A>::lay_out(c, rows, D);
+    TileWorkspace<F>::lay_out(c, rows, D);
     peak = c.take<A>(rows);
   }
 };
 
-template <class A>
+template <class F>
 int32_t gaps_as(const PartitaProblem& p, const PartitaGaps& g) {
+  using A = Sum<F>;
   const ScoreRule<A> sc = make_score_rule<A>(p, 1.0);
   const A* edge = static_cast<const A*>(g.edge);
   const auto leave = [](int64_t, int64_t) {};
-  return for_row_parts<A, GapWorkspace<A>>(p, [&](const RowPart& part, GapWorkspace<A>& t) {
+  return for_row_parts<A, GapWorkspace<F>>(p, [&](const RowPart& part, GapWorkspace<F>& t) {
     A bad = 0;
     const auto find = [&](const Tile& tile) {
       for (int r = 0; r < tile.m; ++r) {
@@ -73,8 +75,8 @@ int32_t gaps_as(const PartitaProblem& p, const PartitaGaps& g) {
     part.for_chunks([&](int64_t a, int64_t n) {
       for (int64_t r = 0; r < n; ++r) t.peak[r] = neg_inf<A>();
       std::memset(g.count + (part.entry * p.Q + a) * g.edges, 0, sizeof(int64_t) * static_cast<size_t>(n * g.edges));
-      visit_tiles<A>(p, sc, part.entry, a, n, t, find, leave);
-      visit_tiles<A>(p, sc, part.entry, a, n, t, add, leave);
+      visit_tiles<F>(p, sc, part.entry, a, n, t, find, leave);
+      visit_tiles<F>(p, sc, part.entry, a, n, t, add, leave);
     });
     return bad;
   });
@@ -83,7 +85,7 @@ int32_t gaps_as(const PartitaProblem& p, const PartitaGaps& g) {
 }  // namespace
 
 int32_t gaps(const PartitaProblem& p, const PartitaGaps& g) {
-  return p.dtype == PARTITA_FLOAT64 ? gaps_as<double>(p, g) : gaps_as<float>(p, g);
+  return with_factors(p.dtype, [&](auto f) { return gaps_as<decltype(f)>(p, g); });
 }
 
 }  // namespace PARTITA_ISA

@@ -1,7 +1,7 @@
 // What Python hands over: plain C structures of pointers, offsets and sizes.
 //
-// engine/backends/native/layout.py lists the same fields; layout.cpp exports where each of them lies, and loading
-// compares.
+// The documentation of every field is here. engine/backends/native/library.py lists the same fields; layout.cpp exports
+// the offset of each, and loading compares.
 //
 // Legend: B batch entries, Q query rows, K keys, D features, V value features. An operand's row r of entry b starts at
 // data + offset[b] + r * row (in elements); its last dimension is contiguous. Broadcasting is an offset table that
@@ -26,9 +26,9 @@ struct PartitaProblem {
   int32_t dtype;       // of query, key and value
   int32_t bias_dtype;  // float32 or float64 or that of query
   int32_t threads;
-  int32_t exclude_self;  // key i is invisible to row i
-  double softcap;        // 0 where absent
-  PartitaOperand query, key, value, scale, bias, target, start, stop, query_segment, key_segment, mask;
+  int32_t exact;   // no bit of a row depends on other rows, on threads, or on what is hidden
+  double softcap;  // 0 where absent
+  PartitaOperand query, key, value, scale, bias, target, start, stop, query_segment, key_segment, mask, skip;
 };
 
 // Row outputs are contiguous (B, Q); null where not wanted. Where there is no target, target_score is key 0's. Row r of
@@ -39,12 +39,11 @@ struct PartitaSums {
   int64_t* rank;
   void *col_peak, *col_mass;  // (K) sums over rows, both or none; only where B is 1
   void* stats;                // (5, B, Q): log Z, entropy, mean, variance and maximum of the score
-  int32_t mean;               // moment is given divided by the mass: the mean value
+  int32_t mean;  // 1: moment is given divided by the mass, the mean value; 2: as bfloat16 too, where there are pairs
   int32_t forward_only;  // no backward pass follows, which would have to find the same scores again, to the last bit
   const int64_t* moment_offset;
   int64_t moment_row;
-  void* least;               // the smallest score; with the next two, or none of them
-  int64_t *argmax, *argmin;  // the first key of the largest score and of the smallest, -1 where there is none
+  int64_t* argmax;  // the first key of the largest score, -1 where there is none
 };
 
 // Upstream gradients and results, all contiguous in the accumulation dtype; null where absent or not wanted.
@@ -91,11 +90,13 @@ struct PartitaAttention {
   void *mean, *stats, *count, *first;  // null where not wanted; first: the score of key 0
 };
 
-// Rows of explicit logits (float32 or float64), `row` apart: their softmax sums, and the gradient of
+// Rows of explicit logits (float32 or float64), a stride of `row`: their softmax sums, and the gradient of
 // sum_i weight_i nll_i in place of the logits.
 struct PartitaSoftmaxRows {
   int64_t rows, cols, row;
-  int32_t dtype, threads, gradient, unused;
+  int32_t dtype, threads;
+  int32_t gradient;  // 0 none, 1 wanted, 2 rounded to bfloat16, at the beginning of its row; where there are pairs
+  int32_t unused;
   void* logits;
   const void* bias;                  // (cols), added first, or null
   const int64_t* target;             // (rows), out of range where there is none
@@ -103,7 +104,12 @@ struct PartitaSoftmaxRows {
   void *peak, *mass, *target_score;  // (rows)
 };
 
-// Rows of a classifier (float32 or float64): logits = input weight^T.
+// Rows of a classifier: logits = input weight^T, in float32 (float64 of float64). Of bfloat16 also
+//
+//   input gradient = p weight       weight gradient += p^T input       p = dloss / dlogits
+//
+// where a gradient is float32 and contiguous, in the place of what it is the gradient of, and p is in the place of the
+// logits as `PartitaSoftmaxRows` leaves it with gradient 2.
 struct PartitaLogits {
   int64_t rows, classes, dim;
   int64_t weight_row, logits_row;  // elements from one class, or one row of logits, to the next
@@ -112,7 +118,7 @@ struct PartitaLogits {
   void* logits;                // (rows, classes)
 };
 
-// Rows of explicit scores of two distributions (float32 or float64), `p_row` and `q_row` apart, with room for whole
+// Rows of explicit scores of two distributions (float32 or float64), strides `p_row` and `q_row`, with room for whole
 // vectors: their divergence, and the gradients of sum_i weight_i divergence_i in place of the scores.
 struct PartitaDivergenceRows {
   int64_t rows, cols, p_row, q_row;
@@ -126,21 +132,6 @@ struct PartitaDivergenceRows {
   const int32_t *p_start, *p_stop, *q_start, *q_stop;  // (rows): the columns a row sees, or null
   const void* weight;                                  // (rows), or null for no gradients
   void* record;                                        // (6, rows)
-};
-
-// Statistics of rows to be added to the sums of their head (float32 in, double out).
-struct PartitaStatistics {
-  int64_t batch, heads, rows, dim;
-  int32_t threads, bins, bands;
-  int32_t sink_is_score;  // rather than the mass
-  double scale;
-  const float *entropy, *log_z, *variance, *top, *visible;  // (batch, heads, rows) contiguous
-  const float* sink;                                        // the same: key 0's mass or score; or null, and then from
-  const float *query, *key;                                 // query rows and key 0, a row contiguous
-  int64_t query_batch, query_head, query_row, key_batch, key_head;
-  const uint8_t* keep;  // (batch, rows), or null
-  double *sums, *peak, *length, *histogram,
-      *band_sums;  // (11, heads), (heads), (heads), (heads, bins), (5, heads, bands)
 };
 
 }  // extern "C"

@@ -15,32 +15,37 @@ struct Kernels {
   int32_t (*backward)(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&);
   int32_t (*softmax_rows)(const PartitaSoftmaxRows&);
   int32_t (*logits)(const PartitaLogits&);
-  void (*accumulate_statistics)(const PartitaStatistics&);
+  int32_t (*input_gradient)(const PartitaLogits&);
+  int32_t (*weight_gradient)(const PartitaLogits&);
   int32_t (*received)(const PartitaProblem&, const PartitaColumns&);
   int32_t (*divergence_rows)(const PartitaDivergenceRows&);
   int32_t (*top)(const PartitaProblem&, const PartitaTop&);
   int32_t (*gaps)(const PartitaProblem&, const PartitaGaps&);
 };
 
-#define PARTITA_DECLARE(isa)                                                                                     \
-  namespace isa {                                                                                                \
-  Tuning forward_tuning(const PartitaProblem&);                                                                  \
-  int32_t forward(const PartitaProblem&, const Plan&, const PartitaSums&);                                       \
-  Tuning backward_tuning(const PartitaProblem&);                                                                 \
-  int32_t backward(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&);                         \
-  int32_t softmax_rows(const PartitaSoftmaxRows&);                                                               \
-  int32_t logits(const PartitaLogits&);                                                                          \
-  void accumulate_statistics(const PartitaStatistics&);                                                          \
-  int32_t received(const PartitaProblem&, const PartitaColumns&);                                                \
-  int32_t divergence_rows(const PartitaDivergenceRows&);                                                         \
-  int32_t top(const PartitaProblem&, const PartitaTop&);                                                         \
-  int32_t gaps(const PartitaProblem&, const PartitaGaps&);                                                       \
-  constexpr Kernels kernels = {forward_tuning,        forward,  backward_tuning, backward, softmax_rows, logits, \
-                               accumulate_statistics, received, divergence_rows, top,      gaps};                \
+#define PARTITA_DECLARE(isa)                                                                   \
+  namespace isa {                                                                              \
+  Tuning forward_tuning(const PartitaProblem&);                                                \
+  int32_t forward(const PartitaProblem&, const Plan&, const PartitaSums&);                     \
+  Tuning backward_tuning(const PartitaProblem&);                                               \
+  int32_t backward(const PartitaProblem&, const BackwardPlan&, const PartitaGradients&);       \
+  int32_t softmax_rows(const PartitaSoftmaxRows&);                                             \
+  int32_t logits(const PartitaLogits&);                                                        \
+  int32_t input_gradient(const PartitaLogits&);                                                \
+  int32_t weight_gradient(const PartitaLogits&);                                               \
+  int32_t received(const PartitaProblem&, const PartitaColumns&);                              \
+  int32_t divergence_rows(const PartitaDivergenceRows&);                                       \
+  int32_t top(const PartitaProblem&, const PartitaTop&);                                       \
+  int32_t gaps(const PartitaProblem&, const PartitaGaps&);                                     \
+  constexpr Kernels kernels = {                                                                \
+      forward_tuning, forward,         backward_tuning, backward,        softmax_rows, logits, \
+      input_gradient, weight_gradient, received,        divergence_rows, top,          gaps};  \
   }
 PARTITA_DECLARE(baseline)
 PARTITA_DECLARE(avx2)
 PARTITA_DECLARE(avx512)
+PARTITA_DECLARE(avx512_bf16)
 PARTITA_DECLARE(neon)
+PARTITA_DECLARE(neon_bf16)
 
 }  // namespace partita

@@ -1,5 +1,5 @@
-// Where each field of each structure lies, as text: "PartitaProblem.B=0 ... PartitaProblem=424 ...". Python has its own
-// list of the fields and refuses a library that disagrees with it.
+// The offset of each field of each structure, as text: "PartitaProblem.B=0 ... PartitaProblem=424 ...". Python has its
+// own list of the fields and refuses a library that disagrees with it.
 #include <cstdio>
 #include <string>
 
@@ -23,7 +23,6 @@ struct Field {
 #define A(field) FIELD(PartitaAttention, field)
 #define R(field) FIELD(PartitaSoftmaxRows, field)
 #define L(field) FIELD(PartitaLogits, field)
-#define T(field) FIELD(PartitaStatistics, field)
 #define C(field) FIELD(PartitaColumns, field)
 #define D(field) FIELD(PartitaDivergenceRows, field)
 #define K(field) FIELD(PartitaTop, field)
@@ -31,14 +30,14 @@ struct Field {
 
 // clang-format off
 constexpr Field FIELDS[] = {
-    P(B), P(Q), P(K), P(D), P(V), P(dtype), P(bias_dtype), P(threads), P(exclude_self), P(softcap),
+    P(B), P(Q), P(K), P(D), P(V), P(dtype), P(bias_dtype), P(threads), P(exact), P(softcap),
     OPERAND(PartitaProblem, query), OPERAND(PartitaProblem, key), OPERAND(PartitaProblem, value),
     OPERAND(PartitaProblem, scale), OPERAND(PartitaProblem, bias), OPERAND(PartitaProblem, target),
     OPERAND(PartitaProblem, start), OPERAND(PartitaProblem, stop), OPERAND(PartitaProblem, query_segment),
-    OPERAND(PartitaProblem, key_segment), OPERAND(PartitaProblem, mask), SIZE(PartitaProblem),
+    OPERAND(PartitaProblem, key_segment), OPERAND(PartitaProblem, mask), OPERAND(PartitaProblem, skip),
+    SIZE(PartitaProblem),
     S(peak), S(mass), S(first), S(second), S(moment), S(target_score), S(count), S(rank), S(col_peak), S(col_mass),
-    S(stats), S(mean), S(forward_only), S(moment_offset), S(moment_row), S(least), S(argmax), S(argmin),
-    SIZE(PartitaSums),
+    S(stats), S(mean), S(forward_only), S(moment_offset), S(moment_row), S(argmax), SIZE(PartitaSums),
     G(group), G(groups), G(peak), G(mass), G(first), G(second), G(moment), G(target), G(query), G(scale), G(key),
     G(value), G(bias_row), G(bias_col), OPERAND(PartitaGradients, bias), G(bias_is_shared), G(col_peak), G(col_mass),
     SIZE(PartitaGradients),
@@ -47,10 +46,6 @@ constexpr Field FIELDS[] = {
     R(peak), R(mass), R(target_score), SIZE(PartitaSoftmaxRows),
     L(rows), L(classes), L(dim), L(weight_row), L(logits_row), L(dtype), L(threads), L(input), L(weight), L(logits),
     SIZE(PartitaLogits),
-    T(batch), T(heads), T(rows), T(dim), T(threads), T(bins), T(bands), T(sink_is_score), T(scale), T(entropy), T(log_z),
-    T(variance), T(top), T(visible), T(sink), T(query), T(key), T(query_batch), T(query_head), T(query_row),
-    T(key_batch), T(key_head), T(keep), T(sums), T(peak), T(length), T(histogram), T(band_sums),
-    SIZE(PartitaStatistics),
     C(peak), C(weight), C(slot), C(slots), C(sums), SIZE(PartitaColumns),
     D(rows), D(cols), D(p_row), D(q_row), D(record_row), D(dtype), D(threads), D(kind), D(p_gradient), D(q_gradient),
     D(unused), D(beta), D(p), D(q), D(p_bias), D(q_bias), D(p_start), D(p_stop), D(q_start), D(q_stop), D(weight),

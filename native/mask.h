@@ -1,4 +1,4 @@
-// Which keys a row may see: `Row` says it for one query row, `visible_columns` for the rows of a register tile against
+// Which keys a row may see: `Row` for one query row, `visible_columns` for the rows of a register tile against
 // a key block, `mask_row` writes -inf over the scores of what is invisible.
 #pragma once
 #include "exp.h"
@@ -11,6 +11,7 @@ struct Row {
   int64_t entry, index, out;  // batch entry, row in it, entry * Q + index
   int64_t start, stop;
   int64_t target;  // -1 where absent
+  int64_t skip;    // the key this row leaves out; -1 where absent
   const char* bias;
   const uint8_t* mask;
   const int32_t* segments;
@@ -22,7 +23,7 @@ PARTITA_INLINE const T* row_at(const PartitaOperand& o, int64_t entry, int64_t i
   return static_cast<const T*>(o.data) + o.offset[entry] + index * o.row;
 }
 
-inline Row make_row(const PartitaProblem& p, int64_t entry, int64_t index) {
+PARTITA_INLINE Row make_row(const PartitaProblem& p, int64_t entry, int64_t index) {
   Row r;
   r.entry = entry;
   r.index = index;
@@ -33,6 +34,7 @@ inline Row make_row(const PartitaProblem& p, int64_t entry, int64_t index) {
   r.stop = stop < p.K ? stop : p.K;
   if (r.stop < r.start) r.stop = r.start;
   r.target = p.target.data ? *row_at<int64_t>(p.target, entry, index) : -1;
+  r.skip = p.skip.data ? *row_at<int32_t>(p.skip, entry, index) : -1;
   r.bias = nullptr;
   if (p.bias.data) {
     const int64_t at = p.bias.offset[entry] + index * p.bias.row;
@@ -46,8 +48,8 @@ inline Row make_row(const PartitaProblem& p, int64_t entry, int64_t index) {
 
 // Visible to this row, bias aside.
 inline bool visible(const PartitaProblem& p, const Row& r, int64_t j) {
-  return j >= r.start && j < r.stop && !(p.exclude_self && j == r.index) &&
-         (!r.segments || r.segments[j] == r.segment) && (!r.mask || r.mask[p.mask.col ? j : 0]);
+  return j >= r.start && j < r.stop && j != r.skip && (!r.segments || r.segments[j] == r.segment) &&
+         (!r.mask || r.mask[p.mask.col ? j : 0]);
 }
 
 struct ColumnRange {
@@ -57,7 +59,7 @@ struct ColumnRange {
 struct KeySpan {                               // of keys that some rows see, by their intervals
   int64_t lo = INT64_MAX, hi = 0;              // any of them
   int64_t inner_lo = 0, inner_hi = INT64_MAX;  // all of them
-  int64_t first = INT64_MAX, last = -1;        // the rows' own places, where one may be hidden from itself
+  int64_t first = INT64_MAX, last = -1;        // the keys they leave out lie between these
   void add(const KeySpan& s) {
     lo = s.lo < lo ? s.lo : lo;
     hi = s.hi > hi ? s.hi : hi;
@@ -72,8 +74,8 @@ inline KeySpan key_span(const Row* rows, int64_t m) {
   KeySpan s;
   for (int64_t r = 0; r < m; ++r) {
     const bool some = rows[r].stop > rows[r].start;
-    s.add({some ? rows[r].start : INT64_MAX, some ? rows[r].stop : 0, rows[r].start, rows[r].stop, rows[r].index,
-           rows[r].index});
+    s.add({some ? rows[r].start : INT64_MAX, some ? rows[r].stop : 0, rows[r].start, rows[r].stop, rows[r].skip,
+           rows[r].skip});
   }
   return s;
 }
@@ -128,7 +130,7 @@ inline VisibleColumns visible_columns(const PartitaProblem& p, bool masked, cons
   const int64_t lo = span.lo < key ? key : span.lo, hi = span.hi > end ? end : span.hi;
   const int64_t inner_lo = span.inner_lo > key ? span.inner_lo : key,
                 inner_hi = span.inner_hi < end ? span.inner_hi : end;
-  const bool exclude_self = p.exclude_self && span.first < end && span.last >= key;
+  const bool skips = p.skip.data && span.first < end && span.last >= key;
   if (lo >= hi) return c;
   const int first = static_cast<int>((lo - key) / P), last = static_cast<int>((hi - key + P - 1) / P);
   if (!masked) {
@@ -152,7 +154,7 @@ inline VisibleColumns visible_columns(const PartitaProblem& p, bool masked, cons
   const int64_t from = (inner_lo - key + W - 1) / W * W, to = inner_hi > key ? (inner_hi - key) / W * W : 0;
   c.unmasked.begin = from < c.begin ? c.begin : from > c.end ? c.end : static_cast<int>(from);
   c.unmasked.end = to > c.end ? c.end : static_cast<int>(to);
-  if (masked || exclude_self || c.unmasked.end < c.unmasked.begin) c.unmasked = {c.end, c.end};
+  if (masked || skips || c.unmasked.end < c.unmasked.begin) c.unmasked = {c.end, c.end};
   c.whole = c.unmasked.begin == c.begin && c.unmasked.end == c.end;
   return c;
 }
@@ -166,7 +168,7 @@ inline void mask_row(const PartitaProblem& p, const Row& row, int64_t key, int b
   int j = to > begin ? static_cast<int>(to < end ? to : end) : begin;
   for (; j < end && j % V::W; ++j) s[j] = none;
   for (; j < end; j += V::W) V::store(s + j, V::set(none));
-  if (p.exclude_self && row.index - key >= begin && row.index - key < end) s[row.index - key] = none;
+  if (row.skip - key >= begin && row.skip - key < end) s[row.skip - key] = none;
   const int64_t stop = p.K - key < end ? p.K - key : end;
   if (row.segments)
     for (int64_t j = begin; j < stop; ++j) s[j] = row.segments[key + j] == row.segment ? s[j] : none;

@@ -1,7 +1,11 @@
 // From scores to exponentials and the sums of each row over its visible keys.
 //
+// Where a mean value is made of pairs, the weights are rounded to bfloat16 for it: to nearest even, so that
+// no sum over many keys drifts. Statistics are those of the weights before that. The mean value is divided by the mass
+// of the rounded weights, so that it is a mean, with weights that sum to one: of equal values it is that value.
+//
 // Sums over keys are kept one per vector lane until the row is finished. They are relative to the row's peak or, once
-// it is known where most of the mass lies, to the mean of those scores.
+// it is known where most of the mass is, to the mean of those scores.
 #pragma once
 #include "kernels.h"
 #include "scores.h"
@@ -9,22 +13,22 @@
 namespace partita {
 namespace PARTITA_ISA {
 
-template <class A>
-struct RowStates {  // of the rows of one task; mass, first and second hold one number per lane
-  Row* row;
-  KeySpan* span;  // of each tile
+template <class F>
+struct RowStates : PackedRows<F> {  // of the rows of one task; mass, rounded, first and second hold one number per lane
+  using A = Sum<F>;
   A *peak, *mass, *first, *second, *moment, *target;
   A* reference;  // what the sums are relative to: a peak while a centre is found, then the centre
   A* centre;     // what the second moment is about: the mean of the block that set it
   A* base;       // the peak when the centre was set; a peak well above it sets a new one
-  A* least;
-  int64_t *count, *rank, *argmax, *argmin;
-  A *query, *score, *temp, *panel, *value;
+  A* rounded;  // the mass of the weights as the product with the values takes them, relative to the reference: of pairs
+  int64_t *count, *rank, *argmax;
+  F *panel, *value;
+  A *score, *temp;
 
   void lay_out(Arena& c, int64_t rows, int64_t D, int64_t Vp, bool pack_key, bool pack_value) {
-    constexpr int W = Vec<A>::W, R = Shape<A>::ROWS, L = Shape<A>::LANES;
-    row = c.take<Row>(rows);
-    span = c.take<KeySpan>(rows / R + 2);
+    constexpr int W = Vec<A>::W, KEYS = Block<A>::KEYS;
+    constexpr bool pairs = Factor<F>::STEP > 1;
+    PackedRows<F>::lay_out(c, rows, D, D);
     peak = c.take<A>(rows);
     reference = c.take<A>(rows);
     centre = c.take<A>(rows);
@@ -36,16 +40,17 @@ struct RowStates {  // of the rows of one task; mass, first and second hold one 
     target = c.take<A>(rows);
     count = c.take<int64_t>(rows);
     rank = c.take<int64_t>(rows);
-    least = c.take<A>(rows);
     argmax = c.take<int64_t>(rows);
-    argmin = c.take<int64_t>(rows);
-    query = c.take<A>((rows / R + 2) * D * L);
-    score = c.take<A>(R * Block<A>::LD);
-    temp = c.take<A>(L * D + 2 * Block<A>::KEYS + W);
-    panel = c.take<A>(pack_key ? Block<A>::KEYS * D : 0);
-    value = c.take<A>(pack_value ? Block<A>::KEYS * Vp : 0);
+    rounded = c.take<A>(pairs && Vp ? rows * W : 0);
+    score = c.take<A>(Shape<F>::ROWS * Block<A>::LD);
+    temp = c.take<A>(KEYS);
+    panel = c.take<F>(pack_key ? KEYS * steps<F>(D) : 0);
+    value = c.take<F>(pack_value ? KEYS * Vp : 0);
   }
 };
+
+// A second moment about the peak may be this many times the one about the mean, before too many of its digits cancel.
+constexpr int CANCELS = 32;
 
 // The three sums of a row, lane by lane, while they are being made. Where the reference is the row's centre, one
 // difference serves the exponential and both moments, and a variance does not cancel. The exponentials may be above 1
@@ -54,34 +59,52 @@ template <class A>
 struct LaneSums {
   using T = typename Vec<A>::T;
   T reference, mass, first, second;
+  T rounded;  // the mass of rounded weights
+  explicit LaneSums(T reference) : reference(reference) { mass = first = second = rounded = Vec<A>::set(0); }
 };
 
-// 2^(s - reference) of one vector, in place, into the sums. BOUND where a score may be -inf; MOMENTS where first and
-// second are wanted; KEPT where second has to wait for its centre, and the differences are kept for it.
-template <class A, bool BOUND, bool MOMENTS, bool KEPT>
-PARTITA_INLINE void exponential(A* s, A* kept, LaneSums<A>& l) {
+// Two vectors of exponentials as weights in pairs, from `to` on.
+template <class F>
+PARTITA_INLINE void store_weights(typename Vec<Sum<F>>::T a, typename Vec<Sum<F>>::T b, F* to, LaneSums<Sum<F>>& l) {
+  const typename Vec<F>::T pairs = Vec<F>::round(a, b);
+  Vec<F>::store(to, pairs);
+  l.rounded = Vec<F>::fma(pairs, Vec<F>::ones(), l.rounded);
+}
+
+// 2^(s - reference) of one vector, into the sums. BOUND where a score may be -inf; MOMENTS where first and second are
+// wanted.
+template <class A, bool BOUND, bool MOMENTS>
+PARTITA_INLINE typename Vec<A>::T exponential(const A* s, LaneSums<A>& l) {
   using V = Vec<A>;
   const typename V::T c = bounded_if<A, BOUND>(V::sub(V::load(s), l.reference)), e = exp2_bounded<A>(c);
-  V::store(s, e);
   l.mass = V::add(l.mass, e);
-  if (KEPT) {
-    l.first = V::fma(e, c, l.first);
-    V::store(kept, c);
-  } else if (MOMENTS) {
+  if (MOMENTS) {
     const typename V::T ec = V::mul(e, c);
     l.first = V::add(l.first, ec);
     l.second = V::fma(ec, c, l.second);
   }
+  return e;
+}
+
+// A vector of numbers of a row or, as pairs, two, in place of their scores.
+template <class F, bool BOUND, bool MOMENTS>
+PARTITA_INLINE void weigh(Sum<F>* s, int j, LaneSums<Sum<F>>& l) {
+  using V = Vec<Sum<F>>;
+  const typename V::T e = exponential<Sum<F>, BOUND, MOMENTS>(s + j, l);
+  if constexpr (Factor<F>::STEP > 1)
+    store_weights<F>(e, exponential<Sum<F>, BOUND, MOMENTS>(s + j + V::W, l), reinterpret_cast<F*>(s) + j / 2, l);
+  else
+    V::store(s + j, e);
 }
 
 // The same for columns [begin, end) of a row, of which those in `unmasked` are not -inf.
-template <class A, bool MOMENTS, bool KEPT>
-PARTITA_INLINE void exponentials(A* s, A* kept, int begin, int end, ColumnRange unmasked, LaneSums<A>& l) {
-  constexpr int W = Vec<A>::W;
+template <class F, bool MOMENTS>
+PARTITA_INLINE void exponentials(Sum<F>* s, int begin, int end, ColumnRange unmasked, LaneSums<Sum<F>>& l) {
+  constexpr int N = Vec<F>::W * Factor<F>::STEP;
   int j = begin;
-  for (; j < unmasked.begin; j += W) exponential<A, true, MOMENTS, KEPT>(s + j, kept + j, l);
-  for (; j < unmasked.end; j += W) exponential<A, false, MOMENTS, KEPT>(s + j, kept + j, l);
-  for (; j < end; j += W) exponential<A, true, MOMENTS, KEPT>(s + j, kept + j, l);
+  for (; j < unmasked.begin; j += N) weigh<F, true, MOMENTS>(s, j, l);
+  for (; j + N <= unmasked.end; j += N) weigh<F, false, MOMENTS>(s, j, l);
+  for (; j < end; j += N) weigh<F, true, MOMENTS>(s, j, l);
 }
 
 // sum e (s - to)^2 from the same sum about `from`, where first is sum e (s - reference), lane by lane.
@@ -94,27 +117,41 @@ PARTITA_INLINE typename Vec<A>::T recentre(typename Vec<A>::T second, typename V
   return V::fma(d, V::fma(d, mass, V::add(about, about)), second);
 }
 
-// What a block adds to a row whose peak it raises: its own mean becomes the centre, since it outweighs the past. A mean
-// of each lane would be had for less; but a lane of small mass says nothing of where the next block's mass will lie.
-// `l` holds its mass and first, e its exponentials, kept their differences from the peak.
+// sum e (s - centre)^2 of a row of scores, e = 2^(s - reference).
 template <class A>
-inline void centre_on_block(const A* e, const A* kept, int begin, int end, A peak, const LaneSums<A>& l, A& centre,
-                            A* mass, A* first, A* second) {
+inline void add_spread(const A* s, int begin, int end, A reference, A centre, A* second) {
   using V = Vec<A>;
-  const A total = V::reduce_sum(l.mass), step = total > 0 ? V::reduce_sum(l.first) / total : A(0), here = peak + step;
-  const typename V::T mean = V::set(step), old = V::load(mass), linear = V::load(first);
-  typename V::T two = V::set(0), more = two;
-  for (int j = begin; j < end; j += 2 * V::W) {  // a panel is two vectors
-    const typename V::T a = V::sub(V::load(kept + j), mean), b = V::sub(V::load(kept + j + V::W), mean);
-    two = V::fma(V::mul(V::load(e + j), a), a, two);
-    more = V::fma(V::mul(V::load(e + j + V::W), b), b, more);
+  const typename V::T from = V::set(reference), shift = V::set(reference - centre);
+  typename V::T sum = V::set(0);
+  for (int j = begin; j < end; j += V::W) {
+    const typename V::T c = bounded<A>(V::sub(V::load(s + j), from)), d = V::add(c, shift);
+    sum = V::fma(V::mul(exp2_bounded<A>(c), d), d, sum);
   }
-  two = V::add(two, more);
-  two = V::add(two, recentre<A>(V::load(second), linear, old, l.reference, V::set(centre), V::set(here)));
-  V::store(mass, V::add(old, l.mass));
-  V::store(first, V::add(linear, l.first));
-  V::store(second, two);
-  centre = here;
+  V::store(second, V::add(V::load(second), sum));
+}
+
+// What a block adds to the rows of `fresh`, whose peak it raises: its own mean becomes their centre, since it outweighs
+// the past. A mean of each lane would be had for less; but a lane of small mass does not predict where the next block's
+// mass will be. mass, first and second: of the block, lane by lane, relative to the peak. Gives the rows whose second
+// moment about the peak is too much of the square of their mean to be what it leaves: theirs is left out.
+template <class A>
+inline uint32_t centre_on_block(uint32_t fresh, const A* mass, const A* first, const A* second, A* step) {
+  using V = Vec<A>;
+  using T = typename V::T;
+  constexpr int W = V::W, L = Shape<A>::LANES;
+  const T zero = V::set(0);
+  uint32_t cancelled = 0;
+  for (int r = 0; r < L; r += W) {
+    const auto total = [&](const A* of) {
+      return reduce_lanes<A, true>([&](int i) { return fresh >> (r + i) & 1 ? V::load(of + (r + i) * W) : zero; });
+    };
+    const T m = total(mass), f = total(first), s = total(second), mean = V::where_less(zero, m, V::div(f, m), zero);
+    alignas(64) A lost[W];
+    V::store(step + r, mean);
+    V::store(lost, V::where_less(V::mul(V::set(CANCELS), V::sub(s, V::mul(mean, f))), s, V::set(1), zero));
+    for (int i = 0; i < W; ++i) cancelled |= static_cast<uint32_t>(lost[i] > 0) << (r + i);
+  }
+  return cancelled;
 }
 
 template <class A>
@@ -129,37 +166,18 @@ PARTITA_INLINE typename Vec<A>::T largest(const A* s, int begin, int end) {
   return V::max(a, b);
 }
 
-// The smallest of a row's scores that are not -inf; +inf where there is none.
-template <class A>
-PARTITA_INLINE A smallest(const A* s, int begin, int end) {
-  using V = Vec<A>;
-  const typename V::T none = V::set(neg_inf<A>()), zero = V::set(0);
-  typename V::T a = none;
-  for (int j = begin; j < end; j += V::W) {
-    const typename V::T x = V::load(s + j);
-    a = V::max(V::where_less(none, x, V::sub(zero, x), none), a);
-  }
-  return -V::reduce_max(a);
-}
-
-// The ends of the m rows of a tile whose first key is `key`: a block moves an end only if it goes beyond it, so that of
-// several keys that tie the first stays.
-template <class A>
-inline void update_extremes(RowStates<A>& t, int64_t at, int m, const VisibleColumns& c, int64_t key) {
-  constexpr int LD = Block<A>::LD;
+// The best keys of the m rows of a tile whose first key is `key`: only a larger score replaces one, so that of several
+// keys that tie the first stays.
+template <class F>
+inline void update_best(RowStates<F>& t, int64_t at, int m, const VisibleColumns& c, int64_t key) {
+  using A = Sum<F>;
   for (int r = 0; r < m; ++r) {
-    const A* s = t.score + r * LD;
-    const auto first = [&](A x) {
-      int j = c.begin;
-      while (j < c.end && s[j] != x) ++j;
-      return j < c.end ? key + j : int64_t(-1);
-    };
-    const A top = Vec<A>::reduce_max(largest(s, c.begin, c.end)), low = smallest(s, c.begin, c.end);
-    if (top > t.peak[at + r]) t.argmax[at + r] = first(top);
-    if (low < t.least[at + r]) {
-      t.least[at + r] = low;
-      t.argmin[at + r] = first(low);
-    }
+    const A* s = t.score + r * Block<A>::LD;
+    const A top = Vec<A>::reduce_max(largest(s, c.begin, c.end));
+    if (!(top > t.peak[at + r])) continue;
+    int j = c.begin;
+    while (j < c.end && s[j] != top) ++j;
+    t.argmax[at + r] = j < c.end ? key + j : -1;
   }
 }
 
@@ -175,12 +193,14 @@ PARTITA_INLINE void shift_about_centre(A d, A ratio, A* mass, A* first, A* secon
 }
 
 // Long, because it is one loop over a tile's rows in three steps that share a dozen small arrays: peaks and references,
-// counts, sums. Cut apart, they would be passed from one to the next.
+// counts, sums. Split, they would be passed from one to the next.
 //
-// From scores to exponentials for the m rows of a tile; keep[r] is what the row's moment is multiplied by.
-template <class A>
-inline void online_softmax(const ScoreRule<A>& sc, RowStates<A>& t, int64_t at, int m, const VisibleColumns& c,
-                           bool moments, bool rank, A* keep) {
+// From scores to exponentials for the m rows of a tile, stored as E; keep[r] is what the row's moment is multiplied by.
+// Gives the rows that need `add_spread` of this block's scores.
+template <class E, class F>
+inline uint32_t online_softmax(const ScoreRule<Sum<F>>& sc, RowStates<F>& t, int64_t at, int m, const VisibleColumns& c,
+                               bool moments, bool rank, Sum<F>* keep) {
+  using A = Sum<F>;
   using V = Vec<A>;
   constexpr int LD = Block<A>::LD, W = V::W, L = Shape<A>::LANES;
   const ColumnRange unmasked =
@@ -197,12 +217,16 @@ inline void online_softmax(const ScoreRule<A>& sc, RowStates<A>& t, int64_t at, 
     bound[r] = moments ? t.base[i] + 2 : neg_inf<A>();  // four times the weight: the past matters little
   }
   for (int r = 0; r < L; r += W) {
-    const typename V::T old = V::load(peaks + r),
-                        peak = V::max(reduce_lanes<A, false>([&](int i) { return V::load(top + (r + i) * W); }), old);
+    const typename V::T old = V::load(peaks + r), past = V::load(before + r),
+                        here = reduce_lanes<A, false>([&](int i) { return V::load(top + (r + i) * W); }),
+                        peak = V::max(here, old);
     const typename V::T finite =
         V::where_less(none, peak, peak, V::set(0));  // of an empty row: -inf - -inf would be NaN
-    const typename V::T chosen = V::where_less(V::load(bound + r), finite, finite, V::load(centre + r));
-    const typename V::T step = V::sub(V::load(before + r), chosen);
+    // A block of which a row sees nothing, visited for its neighbours in the tile, leaves the row as it is: to the bit.
+    const typename V::T kept = V::where_less(none, past, past, finite);
+    const typename V::T wanted = V::where_less(V::load(bound + r), finite, finite, V::load(centre + r));
+    const typename V::T chosen = V::where_less(none, here, wanted, kept);
+    const typename V::T step = V::sub(past, chosen);
     V::store(peaks + r, peak);
     V::store(before + r,
              V::where_less(none, peak, chosen, none));  // -inf while a row has seen nothing: there is nothing to keep
@@ -228,44 +252,53 @@ inline void online_softmax(const ScoreRule<A>& sc, RowStates<A>& t, int64_t at, 
       t.rank[at + r] += n;
     }
   }
-  // A row that needs a new centre is finished while the next one is begun: the second sum has to wait for the mean.
-  LaneSums<A> fresh[2];
-  int waiting = -1;
-  const auto kept = [&](int r) { return t.temp + (r & 1) * Block<A>::KEYS; };
-  const auto finish_waiting = [&] {
-    if (waiting < 0) return;
-    const int64_t lane = (at + waiting) * W;
-    centre_on_block<A>(t.score + waiting * LD, kept(waiting), c.begin, c.end, reference[waiting], fresh[waiting & 1],
-                       t.centre[at + waiting], t.mass + lane, t.first + lane, t.second + lane);
-    waiting = -1;
-  };
+  alignas(64) A block_first[L * W], block_second[L * W], *block_mass = top;  // of rows that need a new centre
+  uint32_t fresh = 0;
   for (int r = 0; r < m; ++r) {
     A* s = t.score + r * LD;
-    A *mass = t.mass + (at + r) * W, *first = t.first + (at + r) * W, *second = t.second + (at + r) * W;
+    const int64_t lane = (at + r) * W;
+    A *mass = t.mass + lane, *first = t.first + lane, *second = t.second + lane;
     if (change[r] != 0 && change[r] > neg_inf<A>()) shift_about_centre<A>(change[r], keep[r], mass, first, second, W);
-    const typename V::T about = V::set(reference[r]), zero = V::set(0);
-    if (moments && reference[r] > bound[r]) {
-      t.base[at + r] = t.peak[at + r];  // -inf while a row has seen nothing: its first key sets it again
-      LaneSums<A> l{about, zero, zero, zero};
-      exponentials<A, true, true>(s, kept(r), c.begin, c.end, unmasked, l);
-      finish_waiting();
-      fresh[r & 1] = l;
-      waiting = r;
-      continue;
-    }
-    finish_waiting();
+    LaneSums<A> l(V::set(reference[r]));
     // A block is summed by itself: added one by one to a large sum, what is small would be rounded away.
-    LaneSums<A> l{about, zero, zero, zero};
     if (moments) {
-      exponentials<A, true, false>(s, s, c.begin, c.end, unmasked, l);
-      V::store(first, V::add(V::load(first), l.first));
-      V::store(second, V::add(V::load(second), l.second));
+      exponentials<E, true>(s, c.begin, c.end, unmasked, l);
+      if (reference[r] > bound[r]) {
+        fresh |= 1u << r;
+        V::store(block_mass + r * W, l.mass);
+        V::store(block_first + r * W, l.first);
+        V::store(block_second + r * W, l.second);
+      } else {
+        V::store(second, V::add(V::load(second), l.second));
+        V::store(first, V::add(V::load(first), l.first));
+        V::store(mass, V::add(V::load(mass), l.mass));
+      }
     } else {
-      exponentials<A, false, false>(s, s, c.begin, c.end, unmasked, l);
+      exponentials<E, false>(s, c.begin, c.end, unmasked, l);
+      V::store(mass, V::add(V::load(mass), l.mass));
     }
-    V::store(mass, V::add(V::load(mass), l.mass));
+    A* rounded = t.rounded + lane;
+    if (Factor<E>::STEP > 1) V::store(rounded, V::fma(V::set(keep[r]), V::load(rounded), l.rounded));
   }
-  finish_waiting();
+  if (!fresh) return 0;
+  alignas(64) A step[L];
+  const uint32_t cancelled = centre_on_block<A>(fresh, block_mass, block_first, block_second, step);
+  for (int r = 0; r < m; ++r) {
+    if (!(fresh >> r & 1)) continue;
+    const int64_t lane = (at + r) * W;
+    A *mass = t.mass + lane, *first = t.first + lane, *second = t.second + lane;
+    const typename V::T from = V::set(reference[r]), to = V::set(reference[r] + step[r]);
+    const typename V::T m0 = V::load(mass), f0 = V::load(first), m1 = V::load(block_mass + r * W),
+                        f1 = V::load(block_first + r * W);
+    typename V::T two = recentre<A>(V::load(second), f0, m0, from, V::set(t.centre[at + r]), to);
+    if (!(cancelled >> r & 1)) two = V::add(recentre<A>(V::load(block_second + r * W), f1, m1, from, from, to), two);
+    V::store(second, two);
+    V::store(first, V::add(f0, f1));
+    V::store(mass, V::add(m0, m1));
+    t.centre[at + r] = reference[r] + step[r];
+    t.base[at + r] = t.peak[at + r];  // -inf while a row has seen nothing: its first key sets it again
+  }
+  return cancelled;
 }
 
 }  // namespace PARTITA_ISA

@@ -2,6 +2,9 @@
 //
 //   panel   keys (or rows) of one panel, feature-major: panel[k][j]; missing keys are 0
 //   rows    row-major with a padded width; missing columns are 0
+//
+// As pairs (F = Pair), a panel holds two neighbouring features in a lane and moves them as one number; rows hold the
+// same column of two neighbouring rows.
 #pragma once
 #include "gemm.h"
 #include "interface.h"
@@ -38,6 +41,16 @@ PARTITA_INLINE float from_float16(uint16_t h) {
 }
 
 inline size_t dtype_size(int32_t dtype) { return dtype == PARTITA_FLOAT64 ? 8 : dtype == PARTITA_FLOAT32 ? 4 : 2; }
+
+// run(f) with an f of the type that the factors of operands of this dtype are held as: half precision is widened,
+// but for bfloat16 where the processor multiplies pairs.
+template <class Run>
+inline auto with_factors(int32_t dtype, const Run& run) {
+#if defined(PARTITA_PAIRS)
+  if (dtype == PARTITA_BFLOAT16) return run(Pair{});
+#endif
+  return dtype == PARTITA_FLOAT64 ? run(double{}) : run(float{});
+}
 
 template <class A>
 PARTITA_INLINE A element(const void* data, int64_t i, int32_t dtype) {
@@ -84,14 +97,21 @@ inline void convert_row(const void* from, int64_t at, int32_t dtype, int64_t n, 
   for (int64_t k = n; k < padded; ++k) to[k] = 0;
 }
 
-// Transpose W x W: log2 W rounds of a perfect shuffle. Row i is multiplied by factor[i], if there is one.
-template <class A, bool TIMES>
-PARTITA_INLINE void transpose(const A* const* rows, int64_t k, const A* factor, A* to, int64_t ldt) {
-  using V = Vec<A>;
+// The same for pairs, whose numbers are as they are in memory.
+inline void convert_row(const void* from, int64_t at, int64_t n, int64_t padded, Pair* to) {
+  std::memcpy(to, static_cast<const uint16_t*>(from) + at, sizeof(uint16_t) * static_cast<size_t>(n));
+  std::memset(reinterpret_cast<char*>(to) + sizeof(uint16_t) * n, 0, static_cast<size_t>(4 * padded - 2 * n));
+}
+
+// Transpose W x W: log2 W rounds of a perfect shuffle. Row i is multiplied by factor[i], if there is one. Unless WHOLE,
+// rows may be missing (null), which are zeros.
+template <class F, bool TIMES, bool WHOLE>
+PARTITA_INLINE void transpose(const F* const* rows, int64_t k, const F* factor, F* to, int64_t ldt) {
+  using V = Vec<F>;
   constexpr int W = V::W;
   typename V::T a[W], b[W];
 #pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) a[i] = V::load(rows[i] + k);
+  for (int i = 0; i < W; ++i) a[i] = WHOLE || rows[i] ? V::load(rows[i] + k) : V::set({});
 #pragma GCC unroll 4
   for (int round = 1; round < W; round *= 2) {
 #pragma GCC unroll 16
@@ -103,69 +123,128 @@ PARTITA_INLINE void transpose(const A* const* rows, int64_t k, const A* factor, 
     for (int i = 0; i < W; ++i) a[i] = b[i];
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) V::store(to + i * ldt, TIMES ? V::mul(a[i], V::load(factor)) : a[i]);
+  for (int i = 0; i < W; ++i) {
+    if constexpr (TIMES)
+      V::store(to + i * ldt, V::mul(a[i], V::load(factor)));
+    else
+      V::store(to + i * ldt, a[i]);
+  }
 }
 
-// W rows (null: zeros) of D features, transposed into to[k * ldt + j].
-template <class A, bool TIMES = false>
-inline void transpose_rows(const A* const* rows, int64_t D, A* to, int64_t ldt, const A* factor = nullptr) {
-  constexpr int W = Vec<A>::W;
+// W rows (null: zeros) of n steps, transposed into to[k * ldt + j].
+template <class F, bool TIMES = false>
+inline void transpose_rows(const F* const* rows, int64_t n, F* to, int64_t ldt, const F* factor = nullptr) {
+  constexpr int W = Vec<F>::W;
   bool whole = true;
   for (int i = 0; i < W; ++i) whole = whole && rows[i];
   int64_t k = 0;
   if (whole)
-    for (; k + W <= D; k += W) transpose<A, TIMES>(rows, k, factor, to + k * ldt, ldt);
-  for (; k < D; ++k)
-    for (int i = 0; i < W; ++i) to[k * ldt + i] = rows[i] ? rows[i][k] * (TIMES ? factor[i] : A(1)) : A(0);
+    for (; k + W <= n; k += W) transpose<F, TIMES, true>(rows, k, factor, to + k * ldt, ldt);
+  else
+    for (; k + W <= n; k += W) transpose<F, TIMES, false>(rows, k, factor, to + k * ldt, ldt);
+  for (; k < n; ++k)
+    for (int i = 0; i < W; ++i) {
+      if constexpr (TIMES)
+        to[k * ldt + i] = rows[i] ? rows[i][k] * factor[i] : F(0);
+      else
+        to[k * ldt + i] = rows[i] ? rows[i][k] : F{};
+    }
 }
 
-// Up to LANES rows of D numbers, one after the other in `rows`, as a register block reads them: to[k * LANES + r].
-template <class A>
-inline void pack_tile(const A* rows, int64_t m, int64_t D, int64_t ld, A* to) {
-  constexpr int W = Vec<A>::W, L = Shape<A>::LANES;
-  for (int half = 0; half < L; half += W) {
-    const A* at[W];
-    // Lanes past m are never read: they repeat a row, so that whole vectors move.
-    for (int j = 0; j < W; ++j) at[j] = rows + (half + j < m ? half + j : m - 1) * ld;
-    transpose_rows<A>(at, D, to + half, L);
-  }
-}
-
-// Where keys or values of one group lie.
+// Keys or values of one group in memory.
 struct RowView {
   const char* data = nullptr;
   int64_t row = 0;  // in elements
   int32_t dtype = 0;
 };
 
+// From `row` on, of one entry of an operand of this dtype.
+inline RowView view_of(const PartitaOperand& o, int32_t dtype, int64_t entry, int64_t row = 0) {
+  const int64_t at = (o.offset[entry] + row * o.row) * static_cast<int64_t>(dtype_size(dtype));
+  return {static_cast<const char*>(o.data) + at, o.row, dtype};
+}
+
+// The same rows from row `first` on.
+inline RowView rows_from(const RowView& rows, int64_t first) {
+  return {rows.data + first * rows.row * static_cast<int64_t>(dtype_size(rows.dtype)), rows.row, rows.dtype};
+}
+
+// A row of D numbers as steps: in memory where it is stored as such, or else converted in `temp`.
+template <class F>
+PARTITA_INLINE const F* row_steps(const RowView& from, int64_t j, int64_t D, F* temp) {
+  if (from.dtype == Factor<F>::DTYPE && D % Factor<F>::STEP == 0)
+    return reinterpret_cast<const F*>(from.data + j * from.row * Factor<F>::BYTES);
+  if constexpr (Factor<F>::STEP > 1)
+    convert_row(from.data, j * from.row, D, steps<F>(D), temp);
+  else
+    convert_row<F>(from.data, j * from.row, from.dtype, D, D, F(1), temp);
+  return temp;
+}
+
+// Rows [first, first + m) of D numbers, m up to LANES, as a register block reads them: to[k * LANES + r]; temp holds W.
+template <class F>
+inline void pack_tile(const RowView& from, int64_t first, int64_t m, int64_t D, F* to, F* temp) {
+  constexpr int W = Vec<F>::W, L = Shape<F>::LANES;
+  const int64_t n = steps<F>(D);
+  for (int half = 0; half < L; half += W) {
+    const F* at[W];
+    // Lanes past m are never read: they repeat a row, so that whole vectors move.
+    for (int j = 0; j < W; ++j) at[j] = row_steps<F>(from, first + (half + j < m ? half + j : m - 1), D, temp + j * n);
+    transpose_rows<F>(at, n, to + half, L);
+  }
+}
+
 // Panels [first, last) of keys below `end`; temp holds W rows of D.
-template <class A>
-inline void pack_panels(const RowView& from, int64_t end, int64_t D, int64_t first, int64_t last, A* to, A* temp) {
-  constexpr int W = Vec<A>::W, P = Shape<A>::PANEL;
-  const bool same = from.dtype == (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64);
-  for (int64_t p = first; p < last; ++p, to += D * P)
+template <class F>
+inline void pack_panels(const RowView& from, int64_t end, int64_t D, int64_t first, int64_t last, F* to, F* temp) {
+  constexpr int W = Vec<F>::W, P = Shape<F>::PANEL;
+  const int64_t n = steps<F>(D);
+  for (int64_t p = first; p < last; ++p, to += n * P)
     for (int half = 0; half < 2; ++half) {
-      const A* rows[W];
+      const F* rows[W];
       for (int i = 0; i < W; ++i) {
         const int64_t j = p * P + half * W + i;
-        if (j >= end) {
-          rows[i] = nullptr;
-        } else if (same) {
-          rows[i] = reinterpret_cast<const A*>(from.data) + j * from.row;
-        } else {
-          convert_row<A>(from.data, j * from.row, from.dtype, D, D, A(1), temp + i * D);
-          rows[i] = temp + i * D;
-        }
+        rows[i] = j < end ? row_steps<F>(from, j, D, temp + i * n) : nullptr;
       }
-      transpose_rows<A>(rows, D, to + half * W, P);
+      transpose_rows<F>(rows, n, to + half * W, P);
     }
 }
 
-// Rows [first, last) with their width padded.
-template <class A>
-inline void pack_rows(const RowView& from, int64_t n, int64_t padded, int64_t first, int64_t last, A* to) {
-  for (int64_t j = first; j < last; ++j, to += padded)
-    convert_row<A>(from.data, j * from.row, from.dtype, n, padded, A(1), to);
+// One row of pairs from two rows of n numbers; of the last one of an odd number of rows, `odd` is null.
+inline void pair_rows(const uint16_t* even, const uint16_t* odd, int64_t n, int64_t padded, Pair* to) {
+  int64_t v = 0;
+  if (odd)
+    for (; v < n; ++v) to[v] = {even[v], odd[v]};
+  else
+    for (; v < n; ++v) to[v] = {even[v], 0};
+  for (; v < padded; ++v) to[v] = {0, 0};
+}
+
+// n numbers, a multiple of W, rounded to bfloat16, to the nearest even: those of two neighbouring columns are a pair.
+template <class F>
+inline void round_row(const Sum<F>* from, int64_t n, F* to) {
+  using V = Vec<Sum<F>>;
+  int64_t k = 0;
+  for (; k + 2 * V::W <= n; k += 2 * V::W)
+    Vec<F>::store(to + k / 2, Vec<F>::round(V::load(from + k), V::load(from + k + V::W)));
+  if (k == n) return;
+  F last[V::W];
+  Vec<F>::store(last, Vec<F>::round(V::load(from + k), V::set(0)));
+  std::memcpy(to + k / 2, last, sizeof(last) / 2);
+}
+
+// Rows [first, last) with their width padded; `first` begins a step.
+template <class F>
+inline void pack_rows(const RowView& from, int64_t n, int64_t padded, int64_t first, int64_t last, F* to) {
+  constexpr int STEP = Factor<F>::STEP;
+  for (int64_t j = first; j < last; j += STEP, to += padded) {
+    if constexpr (STEP > 1) {
+      const uint16_t* even = reinterpret_cast<const uint16_t*>(from.data) + j * from.row;
+      pair_rows(even, j + 1 < last ? even + from.row : nullptr, n, padded, to);
+    } else {
+      convert_row<F>(from.data, j * from.row, from.dtype, n, padded, F(1), to);
+    }
+  }
 }
 
 }  // namespace PARTITA_ISA

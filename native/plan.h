@@ -10,6 +10,7 @@ struct Task {
   int64_t partial;  // where its unfinished sums go, in rows; -1 where it finishes its rows itself
   int64_t work;
   int64_t row_block;  // number of its row block
+  int64_t origin;     // the first key of its first key block
 };
 
 // One row block whose keys were split: `splits` tasks from `task` on, merged in that order.
@@ -27,7 +28,7 @@ struct Plan {
   int64_t groups, waves, merges, partial_rows, rows;  // rows: of the largest task
   int64_t row_blocks;
   int64_t threads;         // that have something to do
-  bool prepacked;          // packed keys are shared by several tasks
+  bool prepacked;          // packed keys are shared by several tasks; their first key is 0
   const int64_t* entries;  // (B) entry numbers, group by group
   const int64_t* begin;    // (groups + 1) where each group starts in `entries`
   const Task* task;
@@ -44,7 +45,9 @@ struct BackwardTask {
 // Tasks [begin[i], begin[i + 1]) run in order on one thread; threads take such lists as they come.
 struct BackwardPlan {
   int64_t groups, lists, row_splits, key_splits;
-  int64_t threads;  // that have something to do
+  bool in_turn;  // key splits are one list, each added to the first when it is done: two sums, not one for each
+  const int64_t* origin;  // (B * Q) the first key of a row's first key block; null: 0
+  int64_t threads;        // that have something to do
   const int64_t *entries, *entry_begin;
   const int64_t* begin;
   const BackwardTask* task;

@@ -15,7 +15,7 @@ struct PlanStorage {
 };
 
 struct BackwardStorage {
-  std::vector<int64_t> entries, entry_begin, begin;
+  std::vector<int64_t> entries, entry_begin, begin, origin;
   std::vector<BackwardTask> task;
 };
 

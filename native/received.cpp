@@ -1,4 +1,4 @@
-// What each key receives from the rows: the other margin of the weights, from scores made once more.
+// What each key receives from the rows: column sums of the weights, from scores made once more.
 //
 //   sum_j = sum_i weight_i 2^(s_ij - peak_i)      over the rows that see key j
 //
@@ -13,12 +13,13 @@ namespace {
 
 constexpr int64_t TILES = 16;  // whose sums are added up before they join the others: a longer chain loses digits
 
-template <class A>
-struct ReceivedWorkspace : TileWorkspace<A> {
+template <class F>
+struct ReceivedWorkspace : TileWorkspace<F> {
+  using A = Sum<F>;
   A *peak, *weight, *sums;
 
   void lay_out(Arena& c, int64_t rows, int64_t D) {
-    TileWorkspace<A>::lay_out(c, rows, D);
+    TileWorkspace<F>::lay_out(c, rows, D);
     peak = c.take<A>(rows);
     weight = c.take<A>(rows);
     sums = c.take<A>(Block<A>::KEYS);
@@ -41,9 +42,10 @@ inline void add_tile(const A* s, const A* peak, const A* weight, int m, const Vi
 }
 
 // Rows [first, first + n) of an entry, at most a chunk of them, against all keys they see.
-template <class A>
-void add_rows(const PartitaProblem& p, const ScoreRule<A>& sc, const PartitaColumns& c, int64_t entry, int64_t first,
-              int64_t n, ReceivedWorkspace<A>& t, A* to) {
+template <class F>
+void add_rows(const PartitaProblem& p, const ScoreRule<Sum<F>>& sc, const PartitaColumns& c, int64_t entry,
+              int64_t first, int64_t n, ReceivedWorkspace<F>& t, Sum<F>* to) {
+  using A = Sum<F>;
   for (int64_t r = 0; r < n; ++r) {
     const int64_t out = entry * p.Q + first + r;
     const bool empty = c.peak[out] == neg_inf<double>();  // its weight means nothing
@@ -60,7 +62,7 @@ void add_rows(const PartitaProblem& p, const ScoreRule<A>& sc, const PartitaColu
       flush(tile.key, tile.key + Block<A>::KEYS < p.K ? tile.key + Block<A>::KEYS : p.K);
     add_tile<A>(t.score, t.peak + tile.at, t.weight + tile.at, tile.m, tile.c, t.sums);
   };
-  visit_tiles<A>(p, sc, entry, first, n, t, visit, flush);
+  visit_tiles<F>(p, sc, entry, first, n, t, visit, flush);
 }
 
 // The parts' sums over all keys, added into the slots of their entries, a range of keys at a time.
@@ -90,17 +92,18 @@ int32_t add_parts(const PartitaProblem& p, const PartitaColumns& c, int64_t cuts
   return not_finite ? NOT_FINITE : FINITE;
 }
 
-template <class A>
+template <class F>
 int32_t received_as(const PartitaProblem& p, const PartitaColumns& c) {
+  using A = Sum<F>;
   const ScoreRule<A> sc = make_score_rule<A>(p);
   const int64_t cuts = row_cuts<A>(p);
   const SharedWorkspace shared(sizeof(A) * static_cast<size_t>(p.B * cuts * p.K) + 64);
   A* parts = static_cast<A*>(shared.data);
   if (!parts) return NO_MEMORY;
-  const int32_t made = for_row_parts<A, ReceivedWorkspace<A>>(p, [&](const RowPart& part, ReceivedWorkspace<A>& t) {
+  const int32_t made = for_row_parts<A, ReceivedWorkspace<F>>(p, [&](const RowPart& part, ReceivedWorkspace<F>& t) {
     A* to = parts + part.i * p.K;
     std::memset(to, 0, sizeof(A) * static_cast<size_t>(p.K));
-    part.for_chunks([&](int64_t a, int64_t n) { add_rows<A>(p, sc, c, part.entry, a, n, t, to); });
+    part.for_chunks([&](int64_t a, int64_t n) { add_rows<F>(p, sc, c, part.entry, a, n, t, to); });
     return A(0);  // the sums are looked at when they are complete
   });
   return made == NO_MEMORY ? made : add_parts<A>(p, c, cuts, parts);
@@ -109,7 +112,7 @@ int32_t received_as(const PartitaProblem& p, const PartitaColumns& c) {
 }  // namespace
 
 int32_t received(const PartitaProblem& p, const PartitaColumns& c) {
-  return p.dtype == PARTITA_FLOAT64 ? received_as<double>(p, c) : received_as<float>(p, c);
+  return with_factors(p.dtype, [&](auto f) { return received_as<decltype(f)>(p, c); });
 }
 
 }  // namespace PARTITA_ISA

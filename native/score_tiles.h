@@ -11,20 +11,18 @@ namespace PARTITA_ISA {
 
 constexpr int64_t ROW_CHUNK = 1024;  // rows packed at a time
 
-template <class A>
-struct TileWorkspace {  // a thread's working memory
-  Row* row;
-  KeySpan* span;  // of each tile
-  A *query, *score, *temp, *panel;
+template <class F>
+struct TileWorkspace : PackedRows<F> {  // a thread's working memory
+  using A = Sum<F>;
+  F* panel;
+  A *score, *temp;
 
   void lay_out(Arena& c, int64_t rows, int64_t D) {
-    constexpr int W = Vec<A>::W, R = Shape<A>::ROWS, L = Shape<A>::LANES, KEYS = Block<A>::KEYS;
-    row = c.take<Row>(rows);
-    span = c.take<KeySpan>(rows / R + 2);
-    query = c.take<A>((rows / R + 2) * D * L);
-    score = c.take<A>(R * Block<A>::LD);
-    temp = c.take<A>(L * D + 2 * KEYS + W);
-    panel = c.take<A>(KEYS * D);
+    constexpr int KEYS = Block<A>::KEYS;
+    PackedRows<F>::lay_out(c, rows, D, D);
+    score = c.take<A>(Shape<F>::ROWS * Block<A>::LD);
+    temp = c.take<A>(KEYS);
+    panel = c.take<F>(KEYS * steps<F>(D));
   }
 };
 
@@ -37,24 +35,23 @@ struct Tile {
 
 // Rows [first, first + n) of an entry, at most a chunk of them. `visit` gets each tile that sees something, its scores
 // in t.score; `leave` the first key of a key block and its end, when all tiles have seen it.
-template <class A, class Visit, class Leave>
-inline void visit_tiles(const PartitaProblem& p, const ScoreRule<A>& sc, int64_t entry, int64_t first, int64_t n,
-                        TileWorkspace<A>& t, const Visit& visit, const Leave& leave) {
-  constexpr int KEYS = Block<A>::KEYS, P = Shape<A>::PANEL, L = Shape<A>::LANES, R = Shape<A>::ROWS, LD = Block<A>::LD;
-  const int64_t tiles = (n + R - 1) / R;
+template <class F, class Visit, class Leave>
+inline void visit_tiles(const PartitaProblem& p, const ScoreRule<Sum<F>>& sc, int64_t entry, int64_t first, int64_t n,
+                        TileWorkspace<F>& t, const Visit& visit, const Leave& leave) {
+  using A = Sum<F>;
+  constexpr int KEYS = Block<A>::KEYS, P = Shape<F>::PANEL, L = Shape<F>::LANES, R = Shape<F>::ROWS, LD = Block<A>::LD;
+  const int64_t tiles = (n + R - 1) / R, depth = steps<F>(p.D);
   KeySpan seen;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t a = n * i / tiles, b = n * (i + 1) / tiles;
     for (int64_t r = a; r < b; ++r) t.row[r] = make_row(p, entry, first + r);
-    t.span[i] = key_span(t.row + a, b - a);
+    pack_queries<F>(sc, t, i, a, b);
     seen.add(t.span[i]);
-    pack_queries<A>(sc, t.row + a, static_cast<int>(b - a), t.temp, t.query + i * p.D * L);
   }
-  const int64_t bytes = static_cast<int64_t>(dtype_size(p.dtype));
-  const RowView keys{static_cast<const char*>(p.key.data) + p.key.offset[entry] * bytes, p.key.row, p.dtype};
+  const RowView keys = view_of(p.key, p.dtype, entry);
   for (int64_t key = seen.lo / KEYS * KEYS; key < seen.hi; key += KEYS) {
     const int64_t end = key + KEYS < p.K ? key + KEYS : p.K, used = end < seen.hi ? end : seen.hi;
-    pack_panels<A>(keys, p.K, p.D, key / P, (used + P - 1) / P, t.panel, t.temp);
+    pack_panels<F>(keys, p.K, p.D, key / P, (used + P - 1) / P, t.panel, t.row_temp);
     for (int64_t i = 0; i < tiles; ++i) {
       Tile tile;
       tile.i = i;
@@ -65,8 +62,8 @@ inline void visit_tiles(const PartitaProblem& p, const ScoreRule<A>& sc, int64_t
       const Row* rows = t.row + tile.at;
       tile.c = visible_columns<A>(p, sc.masked, t.span[i], rows, tile.m, key, end, runs);
       for (int u = 0; u < tile.c.runs; ++u)
-        score<A, LD>(tile.m, p.D, t.query + i * p.D * L, t.panel + runs[u].begin * p.D,
-                     (runs[u].end - runs[u].begin) / P, t.score + runs[u].begin);
+        score<F, LD>(tile.m, depth, t.query + i * depth * L, t.panel + runs[u].begin * depth,
+                     (runs[u].end - runs[u].begin) / P, t.score + runs[u].begin, t.factor + tile.at);
       if (!tile.c.runs) continue;
       if (!sc.plain || !tile.c.whole)
         bias_and_mask<A, LD>(sc, rows, tile.m, key, tile.c, runs, t.score, t.temp, nullptr);

@@ -36,23 +36,49 @@ inline ScoreRule<A> make_score_rule(const PartitaProblem& p, double unit = LOG2E
   return s;
 }
 
-// The queries of m rows, times scale and fold, as the register block reads them; temp holds W of them.
-template <class A>
-inline void pack_queries(const ScoreRule<A>& sc, const Row* rows, int m, A* temp, A* to) {
-  constexpr int W = Vec<A>::W, L = Shape<A>::LANES;
+// Rows of a task or chunk, and their queries as the register block reads them. What a product is multiplied by to be a
+// score is part of the query, but for pairs, which would be rounded once more: there it is `factor`.
+template <class F>
+struct PackedRows {
+  Row* row;
+  KeySpan* span;  // of each tile
+  Sum<F>* factor;
+  F *query, *row_temp;  // row_temp: a tile of rows before they are packed
+
+  void lay_out(Arena& c, int64_t rows, int64_t D, int64_t longest) {
+    constexpr int L = Shape<F>::LANES;
+    const int64_t tiles = rows / Shape<F>::ROWS + 2;
+    row = c.take<Row>(rows);
+    span = c.take<KeySpan>(tiles);
+    factor = c.take<Sum<F>>(rows);
+    query = c.take<F>(tiles * steps<F>(D) * L);
+    row_temp = c.take<F>(steps<F>(longest) * L);
+  }
+};
+
+// Packs tile i, rows [a, b).
+template <class F>
+inline void pack_queries(const ScoreRule<Sum<F>>& sc, const PackedRows<F>& t, int64_t i, int64_t a, int64_t b) {
+  constexpr int W = Vec<F>::W, L = Shape<F>::LANES;
   const PartitaProblem& p = *sc.problem;
-  const bool same = p.dtype == (sizeof(A) == 4 ? PARTITA_FLOAT32 : PARTITA_FLOAT64);
+  const int64_t n = steps<F>(p.D), m = b - a;
+  const Row* rows = t.row + a;
+  F* to = t.query + i * n * L;
+  t.span[i] = key_span(rows, m);
   for (int half = 0; half < L; half += W) {
-    const A* at[W];
-    A factor[W];
+    const F* at[W];
+    Sum<F> factors[W];
     for (int i = 0; i < W; ++i) {
       const Row& row = rows[half + i < m ? half + i : m - 1];  // lanes past m are never read
-      const int64_t from = p.query.offset[row.entry] + row.index * p.query.row;
-      factor[i] = *row_at<A>(p.scale, row.entry, row.index) * sc.query_factor;
-      at[i] = same ? static_cast<const A*>(p.query.data) + from : temp + i * p.D;
-      if (!same) convert_row<A>(p.query.data, from, p.dtype, p.D, p.D, A(1), temp + i * p.D);
+      factors[i] = *row_at<Sum<F>>(p.scale, row.entry, row.index) * sc.query_factor;
+      at[i] = row_steps<F>(view_of(p.query, p.dtype, row.entry, row.index), 0, p.D, t.row_temp + i * n);
     }
-    transpose_rows<A, true>(at, p.D, to + half, L, factor);
+    if constexpr (Factor<F>::STEP > 1) {
+      transpose_rows<F>(at, n, to + half, L);
+      for (int i = 0; i < W && half + i < m; ++i) t.factor[a + half + i] = factors[i];
+    } else {
+      transpose_rows<F, true>(at, n, to + half, L, factors);
+    }
   }
 }
 
@@ -89,7 +115,11 @@ inline void bias_and_mask(const ScoreRule<A>& sc, const Row* rows, int m, int64_
       if (rows[r].bias) add_bias(sc, rows[r], key, runs[u].begin, runs[u].end, row, temp);
       if (!c.whole) mask_row(*sc.problem, rows[r], key, runs[u].begin, runs[u].end, row);
       if (u)
-        for (int j = runs[u - 1].end; j < runs[u].begin; ++j) row[j] = neg_inf<A>();
+        for (int j = runs[u - 1].end; j < runs[u].begin; ++j) {
+          row[j] = neg_inf<A>();
+          if (tanhs && sc.cap > 0)
+            tanhs[r * LD + j] = 0;  // multiplied by 0 later, which a NaN left there would survive
+        }
     }
   }
 }

@@ -44,6 +44,34 @@ struct FlushDenormals {
 template <class A>
 struct Vec;
 
+// Two neighbouring bfloat16 numbers: what a lane of a product of pairs takes, where the processor has one.
+struct Pair {
+  uint16_t low, high;
+};
+
+// What the factors of a product are held as: numbers of the type they are summed in, one to a lane, or pairs.
+template <class F>
+struct Factor {
+  using Sum = F;
+  static constexpr int STEP = 1;           // numbers to a lane
+  static constexpr int BYTES = sizeof(F);  // of a number
+  static constexpr int DTYPE =
+      sizeof(F) == 4 ? 0 : 1;  // the operands that need no conversion: PARTITA_FLOAT32, _FLOAT64
+};
+template <>
+struct Factor<Pair> {
+  using Sum = float;
+  static constexpr int STEP = 2, BYTES = 2, DTYPE = 2;  // PARTITA_BFLOAT16
+};
+template <class F>
+using Sum = typename Factor<F>::Sum;
+
+// Lanes that n numbers fill.
+template <class F>
+constexpr int64_t steps(int64_t n) {
+  return (n + Factor<F>::STEP - 1) / Factor<F>::STEP;
+}
+
 }  // namespace PARTITA_ISA
 }  // namespace partita
 

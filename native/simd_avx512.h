@@ -98,5 +98,42 @@ struct Vec<double> {
   }
 };
 
+#if defined(__AVX512BF16__)
+// Products of pairs, with sums in float32: the two products of a lane are added before the sum. Denormal factors and
+// results count as 0.
+template <>
+struct Vec<Pair> {
+  using T = __m512i;
+  using S = __m512;  // of sums
+  static constexpr int W = 16;
+  static constexpr int ROWS = Vec<float>::ROWS;
+  static PARTITA_INLINE T load(const Pair* p) { return _mm512_loadu_si512(p); }
+  static PARTITA_INLINE void store(Pair* p, T a) { _mm512_storeu_si512(p, a); }
+  static PARTITA_INLINE T set(Pair x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return _mm512_set1_epi32(bits);
+  }
+  static PARTITA_INLINE T ones() { return _mm512_set1_epi32(0x3f803f80); }
+  static PARTITA_INLINE S fma(T a, T b, S c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+  static PARTITA_INLINE T interleave_low(T a, T b) {
+    return _mm512_permutex2var_epi32(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
+  }
+  static PARTITA_INLINE T interleave_high(T a, T b) {
+    return _mm512_permutex2var_epi32(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31),
+                                     b);
+  }
+  // 32 numbers in order, rounded to nearest even
+  static PARTITA_INLINE T round(S first, S second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
+  // 16 pairs (even[i], odd[i]), rounded
+  static PARTITA_INLINE T zip(S even, S odd) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, round(even, odd));
+  }
+};
+#define PARTITA_PAIRS 1
+#endif
+
 }  // namespace PARTITA_ISA
 }  // namespace partita

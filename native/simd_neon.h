@@ -67,5 +67,48 @@ struct Vec<double> {
   static PARTITA_INLINE T interleave_high(T a, T b) { return vzip2q_f64(a, b); }
 };
 
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// Products of pairs (BFDOT), with sums in float32: the two products of a lane are added before the sum. The processor
+// rounds each of them, and each sum, to odd, and counts denormals as 0.
+template <>
+struct Vec<Pair> {
+  using T = uint32x4_t;
+  using S = float32x4_t;  // of sums
+  static constexpr int W = 4;
+  static constexpr int ROWS = Vec<float>::ROWS;
+  static PARTITA_INLINE T load(const Pair* p) {
+    return vreinterpretq_u32_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p)));
+  }
+  static PARTITA_INLINE void store(Pair* p, T a) {
+    vst1q_u16(reinterpret_cast<uint16_t*>(p), vreinterpretq_u16_u32(a));
+  }
+  static PARTITA_INLINE T set(Pair x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return vdupq_n_u32(bits);
+  }
+  static PARTITA_INLINE T ones() {
+    uint32_t bits = 0x3f803f80;
+    __asm__("" : "+r"(bits));  // as a constant, GCC 12 makes it the 1 of float16
+    return vdupq_n_u32(bits);
+  }
+  static PARTITA_INLINE S fma(T a, T b, S c) {
+    return vbfdotq_f32(c, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b));
+  }
+  static PARTITA_INLINE T interleave_low(T a, T b) { return vzip1q_u32(a, b); }
+  static PARTITA_INLINE T interleave_high(T a, T b) { return vzip2q_u32(a, b); }
+  // 8 numbers in order, rounded to nearest even
+  static PARTITA_INLINE T round(S first, S second) {
+    return vreinterpretq_u32_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(first), second));
+  }
+  // 4 pairs (even[i], odd[i]), rounded
+  static PARTITA_INLINE T zip(S even, S odd) {
+    const uint16x8_t both = vreinterpretq_u16_u32(round(even, odd));
+    return vreinterpretq_u32_u16(vzip1q_u16(both, vextq_u16(both, both, 4)));
+  }
+};
+#define PARTITA_PAIRS 1
+#endif
+
 }  // namespace PARTITA_ISA
 }  // namespace partita

@@ -4,6 +4,7 @@
 //   dloss / ds_j = weight (p_j - [j = target])
 #include "exp.h"
 #include "kernels.h"
+#include "packing.h"
 
 namespace partita {
 namespace PARTITA_ISA {
@@ -49,6 +50,25 @@ RowSums<A> sum_row(A* s, const A* bias, int64_t n, int64_t target, A* tail) {
   return out;
 }
 
+// n numbers, rounded to bfloat16, at the beginning of their row: `tail` holds a vector of pairs.
+template <class A>
+void round_in_place(A* s, int64_t n, A* tail) {
+#if defined(PARTITA_PAIRS)
+  if constexpr (sizeof(A) == 4) {
+    constexpr int64_t P = 2 * Vec<A>::W;
+    const int64_t whole = n / P * P;
+    Pair* to = reinterpret_cast<Pair*>(s);
+    for (int64_t j = 0; j < whole; j += P) round_row<Pair>(s + j, P, to + j / 2);
+    for (int64_t j = whole; j < whole + P; ++j) tail[j - whole] = j < n ? s[j] : A(0);
+    Pair last[P / 2];
+    round_row<Pair>(tail, P, last);
+    std::memcpy(to + whole / 2, last, sizeof(uint16_t) * static_cast<size_t>(n - whole));
+  }
+#else
+  (void)s, (void)n, (void)tail;
+#endif
+}
+
 template <class A>
 bool softmax_row(const PartitaSoftmaxRows& r, int64_t i, A* tail) {
   A* s = static_cast<A*>(r.logits) + i * r.row;
@@ -69,6 +89,7 @@ bool softmax_row(const PartitaSoftmaxRows& r, int64_t i, A* tail) {
       for (int64_t j = 0; j < r.cols; ++j) s[j] *= factor;
     }
     if (kept >= 0) s[kept] -= weight;
+    if (r.gradient == 2) round_in_place(s, r.cols, tail);
   }
   return (sums.mass + (sums.peak > neg_inf<A>() ? sums.peak : A(0))) * 0 == 0;
 }
@@ -79,7 +100,7 @@ int32_t softmax_rows_as(const PartitaSoftmaxRows& r) {
 #pragma omp parallel num_threads(r.threads) reduction(| : not_finite)
   {
     FlushDenormals flush;
-    alignas(64) A tail[16];
+    alignas(64) A tail[32];
 #pragma omp for schedule(dynamic, 4)
     for (int64_t i = 0; i < r.rows; ++i) not_finite |= !softmax_row<A>(r, i, tail);
   }

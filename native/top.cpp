@@ -40,12 +40,13 @@ inline A add_row(const A* s, const VisibleColumns& c, int64_t key, int64_t k, co
   return V::reduce_sum(bad);
 }
 
-template <class A>
+template <class F>
 int32_t top_as(const PartitaProblem& p, const PartitaTop& to) {
+  using A = Sum<F>;
   const ScoreRule<A> sc = make_score_rule<A>(p);
   const int64_t k = to.k;
   A* scores = static_cast<A*>(to.score);
-  return for_row_parts<A, TileWorkspace<A>>(p, [&](const RowPart& part, TileWorkspace<A>& t) {
+  return for_row_parts<A, TileWorkspace<F>>(p, [&](const RowPart& part, TileWorkspace<F>& t) {
     const int64_t begin = (part.entry * p.Q + part.begin) * k, end = (part.entry * p.Q + part.end) * k;
     for (int64_t at = begin; at < end; ++at) {
       scores[at] = neg_inf<A>();
@@ -59,7 +60,7 @@ int32_t top_as(const PartitaProblem& p, const PartitaTop& to) {
       }
     };
     part.for_chunks(
-        [&](int64_t a, int64_t n) { visit_tiles<A>(p, sc, part.entry, a, n, t, visit, [](int64_t, int64_t) {}); });
+        [&](int64_t a, int64_t n) { visit_tiles<F>(p, sc, part.entry, a, n, t, visit, [](int64_t, int64_t) {}); });
     for (int64_t at = begin; at < end; ++at)
       scores[at] = static_cast<A>(static_cast<double>(scores[at]) * LN2);  // rounds as a peak does
     return bad;
@@ -69,7 +70,7 @@ int32_t top_as(const PartitaProblem& p, const PartitaTop& to) {
 }  // namespace
 
 int32_t top(const PartitaProblem& p, const PartitaTop& to) {
-  return p.dtype == PARTITA_FLOAT64 ? top_as<double>(p, to) : top_as<float>(p, to);
+  return with_factors(p.dtype, [&](auto f) { return top_as<decltype(f)>(p, to); });
 }
 
 }  // namespace PARTITA_ISA

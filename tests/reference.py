@@ -12,11 +12,13 @@ does proves nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 INF = math.inf
+Compare = Callable[[Tensor, Tensor], Tensor]  # (..., n_query, dim), (..., n_key, dim) -> (..., n_query, n_key)
 
 
 # Scores ---------------------------------------------------------------------------------------------------------------
@@ -30,9 +32,10 @@ def score(
     bias: Tensor | None = None,  # broadcasts to (..., n_query, n_key)
     softcap: float | None = None,
     visible: Tensor | None = None,  # bool, broadcasts to (..., n_query, n_key)
+    compare: Compare | None = None,  # what is in the place of the inner product
 ) -> Tensor:  # (..., n_query, n_key)
     """s_ij = softcap(scale_i * <query_i, key_j>) + bias_ij, and -inf where not visible; a bias of -inf masks too."""
-    raw = query.double() @ key.double().mT
+    raw = inner(query.double(), key.double()) if compare is None else compare(query.double(), key.double())
     factor = scale.double()[..., None] if isinstance(scale, Tensor) and scale.ndim > 0 else scale
     s = cap(factor * raw, softcap)
     if bias is not None:
@@ -40,6 +43,43 @@ def score(
         hidden = bias.double().isneginf()
         s = torch.where(hidden, -INF, s + bias.double().masked_fill(hidden, 0.0))
     return s if visible is None else torch.where(visible, s, -INF)
+
+
+def inner(query: Tensor, key: Tensor) -> Tensor:
+    """<query, key>."""
+    return query @ key.mT
+
+
+def cosine(query: Tensor, key: Tensor) -> Tensor:
+    """<query, key> / (|query| |key|)."""
+    return unit(query) @ unit(key).mT
+
+
+def squared_distance(query: Tensor, key: Tensor) -> Tensor:
+    """-|query - key|^2 / 2."""
+    return -((query[..., :, None, :] - key[..., None, :, :]) ** 2).sum(-1) / 2
+
+
+def distance(query: Tensor, key: Tensor) -> Tensor:
+    """-|query - key|."""
+    square = 2 * -squared_distance(query, key)
+    apart = square > 0  # at no distance the slope is 0, not that of a root at 0
+    return -torch.where(apart, torch.where(apart, square, 1.0).sqrt(), 0.0)
+
+
+def bilinear(query: Tensor, key: Tensor, form: Tensor) -> Tensor:
+    """<query W, key> / sqrt(dim_key)."""
+    return query @ form @ key.mT / math.sqrt(key.shape[-1])
+
+
+def additive(query: Tensor, key: Tensor, own: Tensor, other: Tensor, shift: Tensor, weight: Tensor) -> Tensor:
+    """<v, tanh(W query + U key + b)>."""
+    return torch.tanh((query @ own.mT + shift)[..., :, None, :] + (key @ other.mT)[..., None, :, :]) @ weight
+
+
+def log_sigmoid(query: Tensor, key: Tensor, sharpness: Tensor | float, threshold: Tensor | float) -> Tensor:
+    """log(1 / (1 + exp(threshold - sharpness <query, key>))), each a number or one per head, (heads, 1, 1)."""
+    return -torch.log1p(torch.exp(threshold - sharpness * (query @ key.mT)))
 
 
 def cap(x: Tensor, softcap: float | None) -> Tensor:
@@ -150,17 +190,11 @@ def top(s: Tensor, k: int) -> tuple[Tensor, Tensor]:
 # Columns, and the ends of a row ---------------------------------------------------------------------------------------
 
 
-def received(s: Tensor, weight: Tensor | None = None) -> Tensor:  # (..., n_key)
-    """sum_i weight_i p(j|i): what each key receives from all rows."""
-    p = probs(s)
+def received(s: Tensor, weight: Tensor | None = None, moved: Tensor | float = 1.0) -> Tensor:  # (..., n_key)
+    """sum_i weight_i p(j|i): what each key receives from all rows. `moved` is what rounding does to each p."""
+    p = probs(s) * moved
     # A row gives nothing to a key it does not see, whatever its weight is: 0 * nan would be nan.
     return (p if weight is None else torch.where(seen(s), weight.double()[..., None] * p, 0.0)).sum(-2)
-
-
-def min_score(s: Tensor) -> Tensor:
-    """min_j s_ij over the visible keys, and +inf where there is none."""
-    shown = torch.where(seen(s), s, INF)
-    return shown.amin(-1) if s.shape[-1] else s.new_full(s.shape[:-1], INF)
 
 
 def gaps(s: Tensor, edges: Tensor) -> Tensor:  # (..., n_query, n_edge)
@@ -173,11 +207,6 @@ def gaps(s: Tensor, edges: Tensor) -> Tensor:  # (..., n_query, n_edge)
 def argmax(s: Tensor) -> Tensor:
     """The first key whose score is the largest, and -1 where there is none."""
     return first_at(s, max_score(s))
-
-
-def argmin(s: Tensor) -> Tensor:
-    """The first visible key whose score is the smallest, and -1 where there is none."""
-    return first_at(s, min_score(s))
 
 
 def first_at(s: Tensor, level: Tensor) -> Tensor:
@@ -218,9 +247,11 @@ def divergence(s: Tensor, t: Tensor, kind: str = "forward", beta: float = 0.5) -
         root = torch.where(both, torch.where(both, log_probs(s) + log_probs(t), 0.0).div(2).exp(), 0.0)
         found = 1 - root.sum(-1)
     else:
-        # Keys that neither sees are replaced first: the derivative of log(0 + 0) would be nan.
-        a, b = (torch.where(seen(s) | seen(t), log_probs(x), 0.0) for x in (s, t))
-        m = torch.logaddexp(a + math.log(beta), b + math.log(1 - beta))
+        # Keys that neither sees are replaced first: the derivative of log(0 + 0) would be nan. So would the second one
+        # of log(0 + q), in logaddexp: where one alone sees a key, its own part is all there is.
+        a = torch.where(seen(s), log_probs(s), 0.0) + math.log(beta)
+        b = torch.where(seen(t), log_probs(t), 0.0) + math.log(1 - beta)
+        m = torch.where(seen(s) & seen(t), torch.logaddexp(a, b), torch.where(seen(s), a, b))
         own = torch.where(seen(s), log_probs(s) - m, 0.0)
         other = torch.where(seen(t), log_probs(t) - m, 0.0)
         found = (beta * p * own + (1 - beta) * q * other).sum(-1)
@@ -245,7 +276,16 @@ def attention(
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     s = score(query, key, scale=scale, bias=bias, softcap=softcap, visible=visible)
     out = expectation(s, value)
-    return out if sink is None else out * torch.sigmoid(log_partition(s) - sink.double())[..., None]
+    return out if sink is None else out * kept_from(s, sink)[..., None]
+
+
+def kept_from(s: Tensor, sink: Tensor) -> Tensor:  # (..., n_query)
+    """Z_i / (exp(sink_i) + Z_i): 1 for a sink of -inf, and in a row that sees nothing, which has nothing to keep."""
+    level = log_partition(s)
+    whole = level.isneginf() | sink.double().isneginf()
+    # replaced before the difference: -inf - -inf is nan
+    difference = torch.where(whole, 0.0, level) - torch.where(whole, 0.0, sink.double())
+    return torch.where(whole, 1.0, torch.sigmoid(difference))
 
 
 def repeat_heads(x: Tensor, n_head: int) -> Tensor:

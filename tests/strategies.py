@@ -28,6 +28,7 @@ class Problem:
     softcap: float | None = None
     support: object | None = None
     visible: Tensor | None = None
+    groups: int = 1  # query heads for each key head; heads are the last batch dimension
 
     def __repr__(self) -> str:
         """Sizes and options: what a failing example needs to be understood, and not its numbers."""
@@ -43,7 +44,7 @@ class Problem:
 
     @property
     def batch(self) -> tuple[int, ...]:
-        return tuple(torch.broadcast_shapes(self.query.shape[:-2], self.key.shape[:-2]))
+        return tuple(torch.broadcast_shapes(self.query.shape[:-2], self.spread(self.key).shape[:-2]))
 
     @property
     def n_query(self) -> int:
@@ -55,12 +56,19 @@ class Problem:
 
     def gibbs(self, **changes: object) -> partita.Gibbs:
         p = replace(self, **changes)
-        return partita.Gibbs(p.query, p.key, scale=p.scale, bias=p.bias, support=p.support, softcap=p.softcap)
+        options = {"bias": p.bias, "support": p.support, "softcap": p.softcap, "grouped": p.groups > 1}
+        return partita.Gibbs(p.query, p.key, scale=p.scale, **options)
 
     def score(self, **changes: object) -> Tensor:
         """The oracle's matrix of scores."""
         p = replace(self, **changes)
-        return reference.score(p.query, p.key, scale=p.scale, bias=p.bias, softcap=p.softcap, visible=p.visible)
+        return reference.score(
+            p.query, p.spread(p.key), scale=p.scale, bias=p.bias, softcap=p.softcap, visible=p.visible
+        )
+
+    def spread(self, keys: Tensor) -> Tensor:
+        """Keys or values of each query head."""
+        return reference.repeat_heads(keys, self.query.shape[-3]) if self.groups > 1 else keys
 
     @property
     def magnitude(self) -> float:
@@ -193,41 +201,95 @@ def catalogue(n_query: int, n_key: int, batch: tuple[int, ...] = ()) -> dict[str
     kinds["(window | segments) & (mask | not-self)"] = both(
         either(kinds["window"], kinds["segments"]), either(kinds["mask"], kinds["not-self"])
     )
+    # intervals that are turned round in some rows, in a union
+    ahead = both(window(n_query, n_key, -2, None), lengths(n_query, n_key, short, rank))
+    kinds["segments | (window & lengths)"] = either(kinds["segments"], ahead)
+    late = both(global_tokens(n_query, n_key, [max(n_key - 2, 0)]), kinds["causal"])
+    kinds["strided | (global & causal)"] = either(kinds["strided"], late)
     return kinds
 
 
 SUPPORTS = tuple(catalogue(3, 3))  # the names
 
 
+KINDS = ("all", "causal", "window", "lengths", "segments", "not_self", "mask", "pattern")
+
+
 @st.composite
 def supports(
-    draw: st.DrawFn, n_query: int, n_key: int, batch: tuple[int, ...] = (), depth: int = 2
+    draw: st.DrawFn, n_query: int, n_key: int, batch: tuple[int, ...] = (), depth: int = 3
 ) -> tuple[object, Tensor]:
-    """A support of any kind, or two joined by & or |, with the matrix it means."""
-    if depth and draw(st.integers(0, 2)) == 0:
+    """A support of any kind, or some joined by & or | three deep, or a union with intervals that are turned round."""
+    if depth and draw(st.booleans()):
         a = draw(supports(n_query, n_key, batch, depth - 1))
         b = draw(supports(n_query, n_key, batch, depth - 1))
         return (both if draw(st.booleans()) else either)(a, b)
+    if draw(st.integers(0, 3)) == 0:
+        return draw(unions(n_query, n_key, batch))
+    return draw(plain(n_query, n_key, batch))
+
+
+@st.composite
+def plain(
+    draw: st.DrawFn, n_query: int, n_key: int, batch: tuple[int, ...] = (), kinds: tuple[str, ...] = KINDS
+) -> tuple[object, Tensor]:
+    """A support of one kind."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
-    reach = st.one_of(st.none(), st.integers(-2, n_key + 1))
-    kind = draw(st.sampled_from(["all", "causal", "window", "lengths", "segments", "not_self", "mask", "pattern"]))
+    kind = draw(st.sampled_from(kinds))
     if kind == "causal":
         return causal(n_query, n_key, draw(st.sampled_from(["top-left", "bottom-right"])))
     if kind == "window":
-        return window(n_query, n_key, draw(reach), draw(reach))
+        return window(n_query, n_key, *draw(reaches(2, n_key + 1)))
     if kind == "lengths":
         shape = draw(st.sampled_from([batch[:cut] for cut in range(len(batch) + 1)]))
         return lengths(n_query, n_key, torch.randint(0, n_key + 1, shape, generator=g), len(batch))
     if kind == "segments":
         shape = draw(st.sampled_from([batch[:cut] for cut in range(len(batch) + 1)]))
-        ids = [torch.randint(0, 3, (*shape, n), generator=g) for n in (n_query, n_key)]
-        return segments(ids[0], ids[1], len(batch))
+        query_ids, key_ids = (torch.randint(0, 4, (*shape, n), generator=g) for n in (n_query, n_key))
+        order = draw(st.sampled_from(["any", "sorted", "together"]))
+        if order != "any":  # documents, in the order of their ids or another
+            key_ids = key_ids.sort(-1).values
+        if order == "together":
+            names = torch.tensor(draw(st.permutations([-7, 0, 2, 2**40])))
+            query_ids, key_ids = names[query_ids], names[key_ids]
+        return segments(query_ids, key_ids, len(batch))
     if kind == "pattern":
         return draw(patterns(n_query, n_key, batch))
     if kind == "mask":
-        shape = draw(st.sampled_from([batch, ()]))
-        return masked(torch.rand(*shape, n_query, n_key, generator=g) < draw(st.sampled_from([0.2, 0.7])))
+        shape = (*draw(st.sampled_from([batch, ()])), *draw(st.sampled_from([(n_query, n_key), (1, n_key)])))
+        return masked(torch.rand(shape, generator=g) < draw(st.sampled_from([0.2, 0.7])))
     return not_self(n_query, n_key) if kind == "not_self" else everything(n_query, n_key)
+
+
+@st.composite
+def reaches(draw: st.DrawFn, behind: int, furthest: int) -> tuple[int | None, int | None]:
+    """Left and right of a window: None, or -behind and up; one that ends before it starts is refused."""
+    left = draw(st.one_of(st.none(), st.integers(-behind, furthest)))
+    least = -behind if left is None else max(-behind, -left)
+    return left, draw(st.one_of(st.none(), st.integers(least, max(least, furthest))))
+
+
+@st.composite
+def unions(draw: st.DrawFn, n_query: int, n_key: int, batch: tuple[int, ...] = ()) -> tuple[object, Tensor]:
+    """A kind that is no interval, or a pattern, joined by | with intervals that are turned round in some rows."""
+    found = draw(plain(n_query, n_key, batch, ("segments", "not_self", "mask", "pattern")))
+    for _ in range(draw(st.integers(1, 2))):
+        found = either(found, draw(turned(n_query, n_key, batch)))
+    return found
+
+
+@st.composite
+def turned(draw: st.DrawFn, n_query: int, n_key: int, batch: tuple[int, ...] = ()) -> tuple[object, Tensor]:
+    """An & of two intervals that meet in some rows only: elsewhere its start is past its stop, and it shows nothing."""
+    middle = n_key // 2
+    later = draw(st.sampled_from(["ahead", "token", "near"]))
+    if later == "ahead":
+        a = window(n_query, n_key, -draw(st.integers(1, middle + 1)), None)
+    else:
+        a = global_tokens(n_query, n_key, [middle]) if later == "token" else window(n_query, n_key, 1, None)
+    if draw(st.booleans()):
+        return both(a, causal(n_query, n_key, draw(st.sampled_from(["top-left", "bottom-right"]))))
+    return both(a, lengths(n_query, n_key, draw(st.integers(0, middle)), len(batch)))
 
 
 @st.composite
@@ -238,8 +300,7 @@ def patterns(draw: st.DrawFn, n_query: int, n_key: int, batch: tuple[int, ...] =
     if kind == "strided":
         return strided(n_query, n_key, step, draw(st.integers(0, 3)))
     if kind == "dilated":
-        reach = st.one_of(st.none(), st.integers(-1, 4))
-        return dilated(n_query, n_key, step, draw(reach), draw(reach))
+        return dilated(n_query, n_key, step, *draw(reaches(1, 4)))
     if kind == "blocks":
         g = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
         shape = (*draw(st.sampled_from([batch, ()])), -(-n_query // step), -(-n_key // step))
@@ -288,14 +349,18 @@ def problems(
     with_support: bool = True,
     with_softcap: bool = True,
     with_batch: bool = True,
+    with_groups: bool = False,
+    furthest: int = 123,
     scales: tuple[object, ...] = (0.0, 0.4, 1.0, 3.0, -0.7, "row", "row with 0", "batch"),
 ) -> Problem:
-    """Sizes 1 to 13 (at times 123), supports and their combinations, biases with -inf, scales, broadcast batches."""
+    """Sizes 1 to 13 (at times `furthest`), supports and their joins, biases with -inf, scales, broadcast batches."""
     n_query, n_key = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
     if draw(st.integers(0, 11)) == 0:  # one side, not both: in tiles of a few keys that is a lot of tiles
-        n_query, n_key = draw(st.sampled_from(((123, min(n_key, 7)), (min(n_query, 7), 123))))
+        n_query, n_key = draw(st.sampled_from(((furthest, min(n_key, 7)), (min(n_query, 7), furthest))))
     dim, dim_value = draw(st.sampled_from((1, 3, 8))), draw(st.sampled_from((1, 4)))
     batch = draw(st.sampled_from([(), (), (2,), (2, 3)])) if with_batch else ()
+    groups = draw(st.sampled_from((1, 1, 2))) if with_groups and batch else 1
+    batch = (*batch[:-1], batch[-1] * groups) if batch else ()
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
 
     def normal(*shape: int) -> Tensor:
@@ -321,13 +386,14 @@ def problems(
         scale = torch.rand(*batch, 1, generator=g, dtype=torch.float64) + 0.1
     else:
         scale = kind
-    key_batch = shared(batch)
+    key_batch = shared(batch) if groups == 1 else (*batch[:-1], batch[-1] // groups)
     return Problem(
         # The query keeps the whole batch, so that the batch of the rows is the same for every read.
         query=normal(*batch, n_query, dim),
         key=normal(*key_batch, n_key, dim),
         value=normal(*key_batch, n_key, dim_value),
-        target=torch.randint(0, n_key, (*batch, n_query), generator=g),
+        target=torch.randint(0, max(n_key, 1), (*batch, n_query), generator=g),
+        groups=groups,
         scale=scale,
         bias=bias,
         softcap=draw(st.sampled_from([None, None, 2.5])) if with_softcap else None,

@@ -95,7 +95,7 @@ def call(name: str, function: Call) -> None:
 # ---- the distribution ------------------------------------------------------------------------------------------------
 
 ROWS = ("log_partition", "entropy", "mean_score", "score_variance", "max_score", "visible", "effective_width")
-for read in (*ROWS, "stats", "probs", "state", "min_score", "argmax", "argmin", "received"):
+for read in (*ROWS, "stats", "probs", "state", "argmax", "received"):
     call(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
 call("Gibbs.expectation", lambda g: g.gibbs().expectation(g.real("batch", "heads", "n_key", "dim_value")))
 for read in ("nll", "log_prob", "target_rank"):
@@ -119,6 +119,7 @@ call(
     lambda g: partita.solve_scale(g.real("heads", "n_query", "dim"), g.real("heads", "n_key", "dim"), entropy=0.7),
 )
 call("fit_temperature", lambda g: partita.fit_temperature(*g.linear()))
+call("critical_scale", lambda g: scale.critical_scale(g.real("n_query", "n_key")))
 call("measure_sigma", lambda g: scale.measure_sigma(*g.qkv()[:2], support.causal()))
 call("from_temperature", lambda g: scale.from_temperature(g.plain("rows").exp()))
 
@@ -166,6 +167,7 @@ POLICIES: dict[str, Callable[[Given], scale.Policy]] = {
     "MaxLength": lambda g: scale.MaxLength(100),
     "CalibratedLog": lambda g: scale.CalibratedLog(64, 2.0),
     "GaussianEntropy": lambda g: scale.GaussianEntropy(0.5, 2.0),
+    "BestFor": lambda g: scale.BestFor(share=0.25, margin=4.0, sigma=2.0),
     "ScalableSoftmax": lambda g: g.module(scale.ScalableSoftmax, SIZES["heads"]),
     "TargetEntropy": lambda g: scale.TargetEntropy(fraction=0.5),
 }
@@ -180,6 +182,7 @@ SCORES: dict[str, Callable[[Given], score.Score]] = {
     "SquaredDistance": lambda g: score.SquaredDistance(),
     "Distance": lambda g: score.Distance(1.0),
     "Bilinear": lambda g: g.module(score.Bilinear, SIZES["dim"], SIZES["dim"]),
+    "LogSigmoid": lambda g: g.module(score.LogSigmoid, 0.8, 0.5, heads=SIZES["heads"]),
     "Additive": lambda g: g.module(score.Additive, SIZES["dim"], SIZES["dim"], 5),
 }
 for name, made in SCORES.items():
@@ -192,7 +195,6 @@ call("attention, causal and statistics", lambda g: partita.attention(*g.qkv(), i
 call("attention, mask", lambda g: partita.attention(*g.qkv(), g.index(2, "n_query", "n_key").bool()))
 call("attention, added", lambda g: partita.attention(*g.qkv(), g.real("n_key")))
 call("attention, sink", lambda g: partita.attention(*g.qkv(), sink=g.real("heads"), return_stats=True))
-call("attention, received", lambda g: partita.attention(*g.qkv(), is_causal=True, return_received=True))
 call(
     "attention_divergence, reverse",
     lambda g: partita.attention_divergence(*g.qkv()[:2], *g.qkv()[:2], kind="reverse"),
@@ -320,6 +322,15 @@ call(
     "linear_distillation_loss",
     lambda g: partita.linear_distillation_loss(*g.linear()[:2], *g.linear()[:2], temperature=2.0),
 )
+call(
+    "token_stats", lambda g: tuple(partita.token_stats(*g.linear(), want=("log_prob", "entropy", "rank", "log_sum_sq")))
+)
+call(
+    "token_stats, ids",
+    lambda g: tuple(partita.token_stats(*g.linear()[:2], g.index("classes", "rows", "few"), temperature=0.7)),
+)
+call("losses.kl_estimate", lambda g: partita.losses.kl_estimate(g.real("rows"), g.plain("rows")))
+call("token_divergence", lambda g: partita.token_divergence(*g.linear()[:2], *g.linear()[:2], kind="reverse"))
 
 # ---- contrast --------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ FACTORIES = {
     "zeros",
 }  # fmt: skip
 WHOLE = {"arange", "randint", "randperm"}  # whole numbers, whatever the default
-# Modules make their parameters where the default says, as torch does; lab and monitor are programs of their own.
-MAY_FOLLOW_THE_DEFAULT = ("nn", "lab", "monitor", "distributed", "adapters")
+# Modules make their parameters where the default says, as torch does; cli and monitor are programs of their own.
+MAY_FOLLOW_THE_DEFAULT = ("nn", "cli", "monitor", "distributed", "adapters")
 
 
 @pytest.mark.parametrize("name", surface.CALLS)
@@ -48,10 +48,10 @@ def assert_same_bits(found, ordinary, default):
 # Kinds of things, contexts, programs, what writes into the parameters of a module; and what makes a tensor out of
 # nothing, which follows the defaults as torch does.
 NO_CALLS = {
-    "Bias", "ClassStats", "ContrastStats", "Exclusion", "LabelStats", "LinearState", "LossStats", "OtherLabel",
-    "PairHook", "Policy", "Positions", "State", "Stats", "Support", "TopK", "WeightStats", "alibi_slopes", "backend",
-    "backends", "entropy_loss", "explain", "init_sharpness_", "load_record", "qk_clip_", "replace_sdpa", "sinusoidal",
-    "watch",
+    "BestScale", "Bias", "ClassStats", "ContrastStats", "Exclusion", "InformationBound", "LabelStats",
+    "LinearState", "LossStats", "OtherLabel", "PairHook", "Policy", "Positions", "State", "Stats", "Support",
+    "TopK", "WeightStats", "alibi_slopes", "backend", "backends", "best_for", "entropy_loss", "exact_rows", "explain",
+    "init_sharpness_", "load_record", "qk_clip_", "replace_sdpa", "sinusoidal", "validate", "watch",
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_every_public_function_is_among_the_calls():
     for module in (partita, partita.attn, partita.contrastive, partita.metrics, partita.nn, partita.scale):
         public = {name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)}
         assert public - NO_CALLS <= told, f"tests/surface.py does not call these of {module.__name__}"
-    reads = {name for name in dir(partita.Gibbs) if not name.startswith("_")} - {"reduce", "request", "scale"}
+    reads = {name for name in dir(partita.Gibbs) if not name.startswith("_")} - {"asking", "reduce", "request", "scale"}
     assert reads <= told
     assert set(partita.support.__all__) - {"Support"} <= told
 
@@ -84,7 +84,7 @@ def _parts() -> list[Path]:
 def test_every_tensor_names_its_device_and_dtype(path):
     """Under a default device of "meta" a forgotten one is an error, or worse: a null pointer given to a kernel.
 
-    Of a forgotten dtype, random numbers of a mask say, a default of bfloat16 leaves eight bits.
+    A default of bfloat16 leaves eight bits of what forgot its dtype, as the random numbers of a mask.
     """
     for node in ast.walk(ast.parse(path.read_text())):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):

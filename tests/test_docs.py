@@ -6,19 +6,21 @@ import ast
 import doctest
 import importlib
 import importlib.util
-import itertools
+import json
+import os
 import pkgutil
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import partita
-import partita_studies
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -38,7 +40,7 @@ def run_block(code: str, line: int, page: str, namespace: dict[str, object]) -> 
     """Run a plain block, or a session with >>> whose results are compared with what is printed."""
     if ">>>" not in code:
         # Leading newlines, so that a traceback names the line of the page.
-        exec(compile("\n" * (line - 1) + code, page, "exec"), namespace)
+        exec(compile("\n" * (line - 1) + code, page, "exec", dont_inherit=True), namespace)
         return
     test = doctest.DocTestParser().get_doctest(code, namespace, page, page, line - 1)
     failures: list[str] = []
@@ -65,10 +67,11 @@ def test_code_blocks_run(page: Path) -> None:
 def modules() -> Iterator[str]:
     yield "partita"
     extras = {"partita.engine.backends.triton.kernels.": "triton", "partita.hf.cache": "transformers"}
-    walks = [pkgutil.walk_packages(each.__path__, f"{each.__name__}.") for each in (partita, partita_studies)]
-    for found in itertools.chain(*walks):
+    for found in pkgutil.walk_packages(partita.__path__, "partita."):
         needed = [extra for name, extra in extras.items() if found.name.startswith(name)]
         if needed and importlib.util.find_spec(needed[0]) is None:
+            continue
+        if found.name == "partita.theory":  # says where it has gone
             continue
         if not found.name.endswith(".libpartita_native"):  # beside the modules that load it, and itself none
             yield found.name
@@ -83,7 +86,7 @@ def test_docstring_examples_are_true(module: str) -> None:
 
 
 def site_tool(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file, ROOT / "site" / f"{file}.py")
+    spec = importlib.util.spec_from_file_location(file, ROOT / "tools" / "site" / f"{file}.py")
     assert spec
     assert spec.loader
     loaded = importlib.util.module_from_spec(spec)
@@ -96,10 +99,63 @@ def test_equations_are_typeset_as_their_docstrings_say() -> None:
     assert doctest.testmod(site_tool("equations")).failed == 0
 
 
-def test_the_pictures_are_what_their_script_draws() -> None:
-    """`python site/pictures.py` writes them anew."""
-    for picture, draw in site_tool("pictures").PICTURES.items():
-        assert (ROOT / "docs" / "figures" / f"picture_{picture}.svg").read_text(encoding="utf-8") == draw(), picture
+# A name must not depend on what was imported before it: each module is looked for in a process that has imported torch,
+# partita and the packages it is in. Where processes cannot be forked, one after the other.
+LOOK_FOR = """
+import json, operator, os, sys
+import partita
+import torch
+
+def look(name, found, inside):
+    for part, parts in inside.items():
+        if parts is None:
+            continue
+        if hasattr(os, "fork") and (child := os.fork()):
+            os.waitpid(child, 0)
+            continue
+        with_name(name, found, part, parts)
+        if hasattr(os, "fork"):
+            sys.stdout.flush()
+            os._exit(0)
+    for part, parts in inside.items():
+        if parts is None:
+            with_name(name, found, part, {})
+
+def with_name(name, package, part, parts):
+    try:
+        found = operator.attrgetter(part)(package)
+    except ModuleNotFoundError as error:
+        if error.name.startswith("partita"):  # others are optional
+            print(f"{name}.{part}", repr(error))
+    except Exception as error:
+        print(f"{name}.{part}", repr(error))
+    else:
+        look(f"{name}.{part}", found, parts)
+
+look("partita", partita, json.load(sys.stdin))
+"""
+
+
+def test_every_dotted_name_is_there_after_importing_partita_alone() -> None:
+    """Of the pages and of the site; the changelog names what is gone."""
+    texts = [p for p in PAGES if p.name != "CHANGELOG.md"]
+    texts += [p for p in (ROOT / "tools" / "site").rglob("*") if p.suffix in (".py", ".yml", ".html", ".js")]
+    named = re.compile(r"(?<![\w./@-])partita(?:\.[A-Za-z_]\w*)+")
+    names = {found for text in texts for found in named.findall(text.read_text(encoding="utf-8"))}
+    assert {"partita.monitor.callbacks.trainer_callback", "partita.attention"} <= names
+    tree: dict[str, Any] = {}  # modules have a dictionary, what else they hold has none
+    for each in sorted(names):
+        at, path, parts = tree, Path(partita.__file__).parent, each.split(".")[1:]
+        while parts and ((path := path / parts[0]).is_dir() or path.with_suffix(".py").is_file()):
+            at = at.setdefault(parts.pop(0), {})
+        if parts:
+            at[".".join(parts)] = None
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK_FOR], input=json.dumps(tree), capture_output=True, text=True, env=env
+    )
+    assert not done.stdout + done.stderr
+    assert done.returncode == 0
 
 
 def anchors(page: Path) -> set[str]:
@@ -121,7 +177,7 @@ def test_links_resolve(page: Path) -> None:
 
 
 def test_the_pages_are_reached_from_the_index() -> None:
-    """A page nobody links to is a page nobody reads."""
+    """A page without links to it is not read."""
     seen, queue = set(), [ROOT / "README.md"]
     while queue:
         page = queue.pop()
@@ -137,12 +193,12 @@ def test_the_pages_are_reached_from_the_index() -> None:
 
 def test_every_environment_variable_is_documented() -> None:
     """What a variable changes, a reader must be able to find out: one of them loads a library."""
-    packages = [Path(each.__file__ or "").parent for each in (partita, partita_studies)]
+    packages = [Path(partita.__file__).parent, ROOT / "theory" / "partita_theory"]
     sources = [*(path for each in packages for path in each.rglob("*.py")), *(ROOT / "native").glob("*.cpp")]
     read = re.compile(r"(?:environ(?:\.get\(|\[)|getenv\()\s*\"(PARTITA_\w+)\"")
     found = {variable for source in sources for variable in read.findall(source.read_text(encoding="utf-8"))}
     assert {"PARTITA_BACKEND", "PARTITA_ISA", "PARTITA_NATIVE_LIBRARY"} <= found
-    page = (ROOT / "docs" / "conventions.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "conventions.md").read_text(encoding="utf-8")
     assert not {variable for variable in found if f"| `{variable}` |" not in page}
 
 
@@ -174,16 +230,19 @@ def resolves(name: str, modules: set[str]) -> bool:
 
 
 def test_names_in_docstrings_messages_and_pages_can_be_reached():
-    """`partita.watch.tensorboard` in a docstring, where watch is a function, helps nobody."""
+    """`partita.watch.tensorboard` in a docstring, where watch is a function, leads nowhere."""
     told = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which speaks of names that were
     texts = {str(page.relative_to(ROOT)): page.read_text() for page in told}
     package = Path(partita.__file__).parent
     modules = {".".join(p.relative_to(package.parent).with_suffix("").parts) for p in package.rglob("*.py")}
     modules |= {name.removesuffix(".__init__") for name in modules}
     for path in sorted(package.rglob("*.py")):
+        if path == package / "theory.py":  # names what is no longer here
+            continue
         strings = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
         texts[str(path)] = "\n".join(s for s in strings if isinstance(s, str))
     names = {name: where for where, text in texts.items() for name in NAME.findall(text)}
+    names.pop("partita.commands", None)  # a group of entry points
     lost = {name: where for name, where in names.items() if not resolves(name, modules)}
     assert not lost, lost
 

@@ -10,122 +10,76 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import partita
-import partita_studies
 
-PACKAGES = (partita, partita_studies)
-E = inspect.Parameter.empty
-
-# name -> (positional parameters with defaults, keyword-only parameters with defaults); E has no default
-SIGNATURES = {
-    "Gibbs": ({"query": E, "key": E}, {"scale": None, "bias": None, "support": None, "softcap": None}),
-    "attention": (
-        {
-            "query": E,
-            "key": E,
-            "value": E,
-            "attn_mask": None,
-            "dropout_p": 0.0,
-            "is_causal": False,
-            "scale": None,
-            "enable_gqa": False,
-        },
-        {"support": None, "bias": None, "softcap": None, "sink": None, "return_stats": False},
-    ),
-    "linear_cross_entropy": (
-        {"input": E, "linear_weight": E, "target": E},
-        {
-            "linear_bias": None,
-            "weight": None,
-            "reduction": "mean",
-            "ignore_index": -100,
-            "label_smoothing": 0.0,
-            "scale": 1.0,
-            "softcap": None,
-            "z_loss": 0.0,
-            "entropy_weight": 0.0,
-            "sample_weight": None,
-            "return_stats": False,
-        },
-    ),
-    "info_nce_loss": (
-        {"query": E, "positive_key": E, "negative_keys": None},
-        {
-            "temperature": 0.07,
-            "reduction": "mean",
-            "negative_mode": "unpaired",
-            "normalize": True,
-            "symmetric": False,
-            "return_stats": False,
-            "group": None,
-        },
-    ),
-    "clip_loss": (
-        {"image_features": E, "text_features": E, "logit_scale": E, "logit_bias": None},
-        {"return_stats": False, "group": None},
-    ),
-    "nt_xent_loss": ({"out0": E, "out1": E}, {"temperature": 0.5}),
-    "supcon_loss": ({"embeddings": E, "labels": E}, {"temperature": 0.1, "ref_emb": None, "ref_labels": None}),
-    "divergence": ({"p": E, "q": E, "kind": "forward"}, {"beta": 0.5}),
-    "watch": ({"model": E}, {"every": 1, "rows": None, "layers": None}),
-    "control.QKClip": ({"model": E, "threshold": E}, {}),
-    "hf.logit_free": ({"model": E}, {}),
-    "nn.init_sharpness_": ({"module": E}, {"entropy": None, "sigma": None}),
-    "solve_scale": ({"query": E, "key": E}, {"entropy": None, "width": None, "support": None, "bias": None}),
-    "support.causal": ({"align": "top-left"}, {}),
-    "support.window": ({"left": E, "right": E}, {}),
-    "support.lengths": ({"key_lengths": E}, {}),
-    "support.segments": ({"q_ids": E, "k_ids": E}, {}),
-    "support.mask": ({"keep": E}, {}),
-    "support.strided": ({"stride": E, "window": 0}, {}),
-    "support.dilated": ({"step": E, "left": E, "right": E}, {}),
-    "support.blocks": ({"block": E, "layout": E}, {}),
-    "support.global_tokens": ({"positions": E}, {}),
-    "support.not_self": ({}, {}),
-    "support.all": ({}, {}),
-    "scale.InverseSqrt": ({}, {}),
-    "scale.Constant": ({"value": E}, {}),
-    "scale.KappaLog": ({"kappa": 1.0}, {}),
-    "scale.LogLength": ({"reference": 512, "floor": 4}, {}),
-    "scale.SqrtLogLength": ({"reference": 512, "floor": 4}, {}),
-    "scale.Mixed": ({"alpha": 1.0, "beta": 0.1}, {}),
-    "scale.MaxLength": ({"n_max": E, "kappa": 1.0}, {}),
-    "scale.CalibratedLog": ({"reference": E, "sigma": E}, {}),
-    "scale.GaussianEntropy": ({"entropy": E, "sigma": E}, {}),
-    "scale.ScalableSoftmax": ({"heads": E}, {}),
-    "scale.TargetEntropy": ({"entropy": None, "width": None, "fraction": None}, {}),
-    "scale.measure_sigma": ({"query": E, "key": E, "support": None}, {}),
-    "scale.from_temperature": ({"temperature": E}, {}),
-}
-# Names whose required parameter may have a default as well.
-RELAXED = {("support.segments", "k_ids"), ("control.QKClip", "threshold")}
-
-GIBBS_METHODS = {
-    "log_partition": (),
-    "entropy": (),
-    "mean_score": (),
-    "score_variance": (),
-    "max_score": (),
-    "visible": (),
-    "effective_width": (),
-    "expectation": ("value",),
-    "nll": ("target",),
-    "log_prob": ("target",),
-    "target_rank": ("target",),
-    "stats": (),
-    "sample": ("generator",),
-    "top": ("k",),
-    "gaps": ("edges",),
-    "received": ("weight",),
-    "min_score": (),
-    "argmax": (),
-    "argmin": (),
-    "probs": (),
-    "state": ("value",),
-}
+# The contract, as Python reads it: what is added later is keyword-only or has a default.
+CONTRACT = """
+Gibbs(query, key, *, scale=None, bias=None, support=None, softcap=None)
+attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
+          support=None, bias=None, softcap=None, sink=None, return_stats=False)
+linear_cross_entropy(input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean",
+          ignore_index=-100, label_smoothing=0.0, scale=1.0, softcap=None, z_loss=0.0, entropy_weight=0.0,
+          sample_weight=None, return_stats=False)
+info_nce_loss(query, positive_key, negative_keys=None, *, temperature=0.07, reduction="mean",
+          negative_mode="unpaired", normalize=True, symmetric=False, return_stats=False, group=None)
+clip_loss(image_features, text_features, logit_scale, logit_bias=None, *, return_stats=False, group=None)
+nt_xent_loss(out0, out1, *, temperature=0.5)
+supcon_loss(embeddings, labels, *, temperature=0.1, ref_emb=None, ref_labels=None)
+divergence(p, q, kind="forward", *, beta=0.5)
+watch(model, *, every=1, rows=None, layers=None)
+control.QKClip(model, threshold=Any)
+hf.logit_free(model)
+nn.init_sharpness_(module, *, entropy=None, sigma=None)
+solve_scale(query, key, *, entropy=None, width=None, support=None, bias=None)
+support.causal(align="top-left")
+support.window(left, right)
+support.lengths(key_lengths)
+support.segments(q_ids, k_ids=Any)
+support.mask(keep)
+support.strided(stride, window=0)
+support.dilated(step, left, right)
+support.blocks(block, layout)
+support.global_tokens(positions)
+support.not_self()
+support.all()
+scale.InverseSqrt()
+scale.Constant(value)
+scale.KappaLog(kappa=1.0)
+scale.LogLength(reference=512, floor=4)
+scale.SqrtLogLength(reference=512, floor=4)
+scale.Mixed(alpha=1.0, beta=0.1)
+scale.MaxLength(n_max, kappa=1.0)
+scale.CalibratedLog(reference, sigma)
+scale.GaussianEntropy(entropy, sigma)
+scale.ScalableSoftmax(heads)
+scale.TargetEntropy(entropy=None, width=None, fraction=None)
+scale.measure_sigma(query, key, support=None)
+scale.from_temperature(temperature)
+Gibbs.log_partition(self)
+Gibbs.entropy(self)
+Gibbs.mean_score(self)
+Gibbs.score_variance(self)
+Gibbs.max_score(self)
+Gibbs.visible(self)
+Gibbs.effective_width(self)
+Gibbs.expectation(self, value)
+Gibbs.nll(self, target)
+Gibbs.log_prob(self, target)
+Gibbs.target_rank(self, target)
+Gibbs.stats(self)
+Gibbs.sample(self, generator=Any)
+Gibbs.top(self, k)
+Gibbs.gaps(self, edges)
+Gibbs.received(self, weight=Any)
+Gibbs.argmax(self)
+Gibbs.probs(self)
+Gibbs.state(self, value=Any)
+"""
+SIGNATURES = dict(re.findall(r"^([\w.]+)(\(.*?\))$", CONTRACT, re.MULTILINE | re.DOTALL))
 # Names of the contract whose signatures it leaves open, or to torch.
 NAMES = [
     *("cross_entropy", "focal_loss", "mse_loss", "nce_loss", "fit_temperature", "merge", "backend", "explain"),
@@ -146,23 +100,19 @@ def find(name: str) -> object:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_the_contract(name):
     """Contract parameters come first, in order, with these defaults; additions are keyword-only or have defaults."""
-    positional, keyword = SIGNATURES[name]
+    made: dict[str, Any] = {"Any": Any}
+    exec(f"def call{SIGNATURES[name]}: ...", made)
+    known = inspect.signature(made["call"]).parameters.values()
     parameters = inspect.signature(find(name)).parameters
     leading = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    assert [p.name for p in leading][: len(positional)] == list(positional)
+    positional = [p.name for p in known if p.kind is not p.KEYWORD_ONLY]
+    assert [p.name for p in leading][: len(positional)] == positional
     for p in leading[len(positional) :]:
-        assert p.default is not E, f"{p.name} was added without a default"
-    for given, default in {**positional, **keyword}.items():
-        if (name, given) not in RELAXED:
-            assert parameters[given].default == default or parameters[given].default is default, given
-    for given in keyword:
-        assert parameters[given].kind == inspect.Parameter.KEYWORD_ONLY, given
-
-
-@pytest.mark.parametrize("name", GIBBS_METHODS)
-def test_methods_of_gibbs_are_the_contract(name):
-    parameters = list(inspect.signature(getattr(partita.Gibbs, name)).parameters)
-    assert tuple(parameters[1 : 1 + len(GIBBS_METHODS[name])]) == GIBBS_METHODS[name]
+        assert p.default is not p.empty, f"{p.name} was added without a default"
+    for p in known:
+        found = parameters[p.name]
+        assert p.default is Any or found.default == p.default or found.default is p.default, p.name
+        assert p.kind is not p.KEYWORD_ONLY or found.kind is p.kind, p.name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -190,15 +140,13 @@ LISTED = dict(
     for line in (ROOT / "tests" / "exports.txt").read_text().splitlines()
     if line and not line.startswith("#")
 )
-# Statements have a page and tests of their own: docs/statements.md.
-ELSEWHERE = {"theory"}
 
 
 def exported() -> set[str]:
     """Every public name with its module: those of partita itself, and what its modules list."""
     found = {name for name in partita.__all__ if not inspect.ismodule(getattr(partita, name))}
-    inner = [name for name in partita.__all__ if inspect.ismodule(getattr(partita, name)) and name not in ELSEWHERE]
-    inner += [f"adapters.{m.name}" for m in pkgutil.iter_modules(partita.adapters.__path__)]
+    inner = [name for name in partita.__all__ if inspect.ismodule(getattr(partita, name))]
+    inner += [f"adapters.{m.name}" for m in pkgutil.iter_modules(partita.adapters.__path__) if m.name[0] != "_"]
     for module in inner:
         found |= {f"{module}.{name}" for name in getattr(importlib.import_module(f"partita.{module}"), "__all__", ())}
     return found
@@ -222,9 +170,10 @@ def test_every_export_has_an_oracle(name):
 
 
 def modules() -> list[str]:
-    """Every module of both packages, but the library, which is none, and what needs packages that may not be here."""
-    found = [m.name for package in PACKAGES for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-    optional = ("partita.hf", "partita.adapters", "partita.__main__", "partita.engine.backends.triton.kernels")
+    """Every module, but the library, which is none, what needs packages that may not be here, and what has moved."""
+    found = [m.name for m in pkgutil.walk_packages(partita.__path__, "partita.")]
+    optional = ("partita.hf", "partita.adapters", "partita.engine.backends.triton.kernels")
+    optional += ("partita.__main__", "partita.theory")
     return [name for name in found if not name.endswith(".libpartita_native") and not name.startswith(optional)]
 
 
@@ -233,7 +182,7 @@ def test_what_a_module_lists_is_there(name):
     """`__all__` of every module holds names that exist, each once; a public package has one."""
     loaded = importlib.import_module(name)
     listed = getattr(loaded, "__all__", None)
-    program = name == "partita.lab" or name.startswith("partita_studies")
+    program = name == "partita.cli"
     if name.count(".") == 1 and not name.rsplit(".", 1)[-1].startswith("_") and not program:
         assert listed is not None, f"{name} has no __all__"
     for one in listed or ():
@@ -264,57 +213,47 @@ def test_explain_names_the_backend_that_serves():
         assert "tiled" in str(partita.explain(gibbs))
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
+IMPORTED = """
+import subprocess, sys, threading
+before = set(sys.modules)
+import torch, torch.nn.functional as F
+torchs, threads = set(sys.modules) - before, threading.active_count()
+spaces = [(space, {n: getattr(space, n) for n in dir(space)}) for space in (F, torch)]
+state = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
+def refuse(*a, **k): raise SystemExit('a process was started')
+subprocess.Popen.__init__ = refuse
+import partita
+assert threading.active_count() == threads
+assert all(getattr(space, n) is x for space, names in spaces for n, x in names.items())
+assert torch.equal(state[0], torch.get_rng_state())
+assert state[1:] == (torch.get_num_threads(), torch.get_default_dtype())
+partita.Gibbs, partita.attention, partita.linear_cross_entropy, partita.info_nce_loss
+more = set(sys.modules) - before - torchs
+ours = {m for m in more if m.split('.')[0] == 'partita'}
+assert more == ours, sorted(more - ours)  # nothing of other packages, nothing of torch that torch did not import
+assert len(ours) < 0.1 * len(torchs), len(ours)
+"""
+
+
+def test_importing_loads_little_changes_nothing_and_says_nothing():
+    """No process, thread, compiler or package of others, no output; a tenth of torch's own modules at most."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True, timeout=600
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORTED], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_importing_says_nothing():
-    done = run("import partita")
-    assert done.stdout == ""
-    assert done.stderr == ""
+NAMES_OF_THEORY = ("sharpness", "information", "mutual_information_bound")
 
 
-def test_importing_starts_nothing_and_compiles_nothing():
-    """No process, no compiler, no dynamo beyond what torch itself imports, no thread."""
-    done = run(
-        "import sys, subprocess, threading, torch\n"
-        "before = set(sys.modules); threads = threading.active_count()\n"
-        "def refuse(*a, **k): raise SystemExit('a process was started')\n"
-        "subprocess.Popen.__init__ = refuse\n"
-        "import partita\n"
-        "new = set(sys.modules) - before\n"
-        "assert threading.active_count() == threads\n"
-        "heavy = [m for m in new if m.split('.')[0] in ('numpy', 'scipy', 'matplotlib', 'transformers', 'triton')]\n"
-        "assert not heavy, heavy\n"
-        "assert not [m for m in new if m.startswith(('torch._dynamo', 'torch._inductor'))]\n"
-    )
-    assert done.stdout == ""
-
-
-def test_importing_loads_little_more_than_torch():
-    """First use of the faces included: nothing of other people's, and a tenth of torch's own modules at most."""
-    code = (
-        "import sys; before = set(sys.modules); import torch; torchs = set(sys.modules) - before; import partita\n"
-        "partita.Gibbs, partita.attention, partita.linear_cross_entropy, partita.info_nce_loss\n"
-        "more = set(sys.modules) - before - torchs; ours = {m for m in more if m.split('.')[0] == 'partita'}\n"
-        "print(len(ours) / len(torchs), *sorted(more - ours))"
-    )
-    share, *foreign = run(code).stdout.split()
-    assert not foreign
-    assert float(share) < 0.1
-
-
-def test_importing_patches_nothing():
-    run(
-        "import torch, torch.nn.functional as F\n"
-        "before = {n: getattr(F, n) for n in dir(F)}, {n: getattr(torch, n) for n in dir(torch)}\n"
-        "state = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()\n"
-        "import partita\n"
-        "assert all(getattr(F, n) is x for n, x in before[0].items())\n"
-        "assert all(getattr(torch, n) is x for n, x in before[1].items())\n"
-        "assert torch.equal(state[0], torch.get_rng_state())\n"
-        "assert state[1:] == (torch.get_num_threads(), torch.get_default_dtype())\n"
-    )
+@pytest.mark.parametrize(
+    "code",
+    ["partita.theory", "from partita.theory import information", "from partita.theory.sharpness import bias_growth"]
+    + [f"partita.theory.{name}" for name in NAMES_OF_THEORY],
+)
+def test_what_has_moved_is_named(code):
+    """The mathematics is a package of its own; code that looks for it here gets the new name."""
+    with pytest.raises(AttributeError) as caught:
+        exec(code, {"partita": partita})
+    for name in NAMES_OF_THEORY:
+        assert f"partita_theory.{name}" in str(caught.value)
+    assert "pip install partita-theory" in str(caught.value)

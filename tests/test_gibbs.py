@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import partita
 from partita.engine.backends.tiled import tile_shape
+from partita.errors import TargetError
 from tests import reference
 from tests.strategies import INF, catalogue, problem
 from tests.tolerances import assert_exact, assert_same_statistics
@@ -29,24 +31,8 @@ def test_values_by_hand():
     assert float(stats.max_score) == pytest.approx(math.log(3))
     assert float(stats.visible) == 2
     assert two_keys(math.log(3)).probs().flatten().tolist() == pytest.approx([0.25, 0.75])
-
-
-def test_scale_none_is_one():
-    p = problem()
+    p = problem()  # the default scale is 1
     assert_same_statistics(partita.Gibbs(p.query, p.key).stats(), partita.Gibbs(p.query, p.key, scale=1.0).stats())
-
-
-@pytest.mark.parametrize("option", ["scale", "bias", "support", "softcap"])
-def test_every_option_changes_the_result(option):
-    p = problem(7, 13)
-    value = {
-        "scale": 0.3,
-        "bias": torch.randn(7, 13, dtype=torch.float64),
-        "support": partita.support.causal(),
-        "softcap": 0.5,
-    }[option]
-    plain, changed = p.gibbs().entropy(), p.gibbs(**{option: value}).entropy()
-    assert (plain - changed).abs().max() > 1e-3
 
 
 def test_softcap_bounds_the_score_before_the_bias():
@@ -91,38 +77,31 @@ def test_rank_counts_only_strictly_better_visible_keys():
     assert [int(hidden.target_rank(torch.tensor([j]))) for j in (0, 1, 4)] == [0, 1, 3]
 
 
-def test_a_target_shared_by_a_batch_broadcasts():
+def test_a_value_or_a_target_broadcasts_or_brings_the_batch():
     p = problem(7, 13, batch=(2,))
     shared = p.target[0]
     assert_exact(p.gibbs().nll(shared), reference.nll(p.score(), shared.expand(2, 7)))
+    p = problem(5, 7)
+    values, targets = torch.randn(3, 7, 2, dtype=torch.float64), torch.randint(0, 7, (3, 5))
+    assert_exact(p.gibbs().expectation(values), reference.expectation(p.score(), values))
+    for given in (targets, targets.int()):
+        assert_exact(p.gibbs().nll(given), reference.nll(p.score(), targets))
 
 
-def test_later_reads_are_free(monkeypatch):
-    """The first reduction fills all row statistics."""
-    from partita import passes as module
+@pytest.mark.parametrize("valued", [False, True])
+def test_later_reads_are_free(monkeypatch, valued):
+    """The first reduction fills all row statistics, that of a value too."""
+    module = importlib.import_module("partita.gibbs")
 
     p, passes, reduce = problem(7, 13), [], module.execute
     monkeypatch.setattr(module, "execute", lambda *args, **kwargs: passes.append(1) or reduce(*args, **kwargs))
     gibbs = p.gibbs()
     assert passes == []  # making it computes nothing
+    if valued:
+        gibbs.expectation(p.value)
     for name in (*partita.Stats._fields, "effective_width", "stats"):
         getattr(gibbs, name)()
     assert len(passes) == 1
-
-
-def test_a_pass_with_a_value_serves_the_row_statistics_too(monkeypatch):
-    from partita import passes as module
-
-    p, passes, reduce = problem(7, 13), [], module.execute
-    monkeypatch.setattr(module, "execute", lambda *args, **kwargs: passes.append(1) or reduce(*args, **kwargs))
-    gibbs = p.gibbs()
-    gibbs.expectation(p.value)
-    gibbs.stats()
-    assert len(passes) == 1
-
-
-def test_repr_says_the_sizes():
-    assert "(7, 5)" in repr(problem(7, 13).gibbs())
 
 
 # Samples and the best keys
@@ -157,23 +136,6 @@ def test_sample_never_leaves_the_support():
     assert p.visible[rows[:, ~empty], draws[:, ~empty]].all()
 
 
-def test_top_pads_with_nothing():
-    p = problem(5, 5, support=catalogue(5, 5)["causal"])
-    scores, indices = p.gibbs().top(4)
-    assert indices[0].tolist() == [0, -1, -1, -1]
-    assert scores[0, 1:].eq(-INF).all()
-    assert scores.diff(dim=-1).nan_to_num(0).le(0).all()  # best first
-
-
-@pytest.mark.parametrize("k", [0, 13, 20])
-def test_top_of_none_all_and_more_than_all(k):
-    p = problem(7, 13)
-    scores, indices = p.gibbs().top(k)
-    expected = reference.top(p.score(), k)
-    assert_exact(scores, expected[0])
-    assert torch.equal(indices, expected[1])
-
-
 def test_scores_of_top_have_the_gradient_of_the_chosen_keys():
     p = problem(5, 9, support=catalogue(5, 9)["mask"], bias=torch.randn(5, 9, dtype=torch.float64), softcap=3.0)
     query, key, bias = (x.clone().requires_grad_() for x in (p.query, p.key, p.bias))
@@ -190,13 +152,6 @@ def test_scores_of_top_have_the_gradient_of_the_chosen_keys():
 
 
 # Shapes and strides
-
-
-def test_a_value_or_a_target_may_bring_the_batch():
-    p = problem(5, 7)
-    values, targets = torch.randn(3, 7, 2, dtype=torch.float64), torch.randint(0, 7, (3, 5))
-    assert_exact(p.gibbs().expectation(values), reference.expectation(p.score(), values))
-    assert_exact(p.gibbs().nll(targets), reference.nll(p.score(), targets))
 
 
 def test_strides_do_not_matter():
@@ -236,11 +191,6 @@ def test_what_inference_mode_changes_is_seen_if_it_was_not_made_there():
     assert_exact(gibbs.entropy(), partita.Gibbs(query, p.key[:3]).entropy())
 
 
-def test_small_integers_are_targets_too():
-    p = problem(5, 7)
-    assert torch.equal(p.gibbs().nll(p.target.int()), p.gibbs().nll(p.target))
-
-
 def test_a_value_that_brings_the_batch_leaves_the_gradient_of_the_statistics_right():
     """The rows are copies along the value's batch, and their gradients add up."""
     query, key = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 7))
@@ -248,3 +198,16 @@ def test_a_value_that_brings_the_batch_leaves_the_gradient_of_the_statistics_rig
     (found,) = torch.autograd.grad(state.entropy().sum(), query)
     (alone,) = torch.autograd.grad(partita.Gibbs(query, key).entropy().sum(), query)
     torch.testing.assert_close(found, 3 * alone)
+
+
+def test_a_target_may_be_ignored_and_there_may_be_several():
+    p, ids = partita.Gibbs(torch.randn(2, 5, 3), torch.randn(2, 7, 3)), torch.randint(7, (2, 5, 5))
+    columns = [p.nll(column) for column in ids.unbind(-1)]
+    assert torch.equal(p.nll(ids), torch.stack(columns, -1))
+    assert torch.equal(p.target_rank(ids)[..., 2], p.target_rank(ids[..., 2].contiguous()))
+    one = ids[..., 0].clone()
+    one[0, 3] = -100
+    assert p.nll(one)[0, 3] == 0 and p.target_rank(one)[0, 3] == -1
+    assert torch.equal(p.log_prob(one)[1], -columns[0][1])
+    with pytest.raises(TargetError, match="target must name a key"):
+        p.nll(one - 3 * (one == -100).logical_not())

@@ -1,4 +1,4 @@
-"""Imports go down; the package knows nothing of its studies, nor of the tests' oracle."""
+"""Imports go down; the package and its tests know nothing of partita-theory, nor the package of the tests' oracle."""
 
 from __future__ import annotations
 
@@ -9,69 +9,71 @@ from pathlib import Path
 import pytest
 
 import partita
-import partita_studies
 from tests import reference
 
 SOURCE = Path(partita.__file__).parent
-STUDIES = Path(partita_studies.__file__).parent
+ROOT = Path(__file__).parents[1]
+THEORY = ROOT / "theory" / "partita_theory"  # read, never imported
 KERNELS = SOURCE / "engine/backends/triton/kernels"  # what Triton compiles
 
 # Each part of the package and how high it stands; a file may import what is strictly lower, and its own part.
 LAYERS = {
     "errors": 0,
-    "_overrides": 0,
+    "theory": 0,
+    "_torch_function": 0,
+    "_later": 0,
+    "exactness": 0,
     "_checks": 1,
     "precision": 1,
-    "_look": 1,
+    "_repr": 1,
     "terms": 2,
     "support": 2,
     "scale": 2,
     "score": 2,
     "engine": 3,
     "solve": 4,
-    "passes": 4,
     "gibbs": 4,
+    "recompute": 4,
     "rows": 4,
     "comparison": 4,
     "losses": 5,
     "contrastive": 5,
     "attn": 5,
-    "theory": 5,
     "metrics": 5,
     "calibration": 5,
     "nn": 6,
     "distributed": 4,
-    "processes": 4,
+    "collective": 4,
     "hf": 6,
     "interception": 6,
     "adapters": 6,
     "monitor": 7,
     "control": 7,
-    "lab": 8,
+    "cli": 8,
     "__main__": 9,
 }
 # In one layer, who stands on whom: supports are made of terms, scales count a support, a distribution solves its scale,
 # the rows of a loss are read off a distribution.
 BESIDE = {
-    ("_look", "_checks"),
+    ("_repr", "_checks"),
     ("support", "terms"),
     ("scale", "terms"),
     ("scale", "support"),
-    ("passes", "solve"),
-    ("gibbs", "passes"),
+    ("gibbs", "solve"),
     ("control", "monitor"),
     ("comparison", "gibbs"),
-    ("distributed", "gibbs"),
-    ("distributed", "processes"),
+    ("distributed", "collective"),
     ("distributed", "rows"),
     ("hf", "interception"),
-    ("processes", "gibbs"),
-    ("processes", "rows"),
+    ("adapters", "hf"),
+    ("collective", "gibbs"),
+    ("collective", "rows"),
+    ("rows", "recompute"),
 }
 # A support bound to sizes: these files of the engine know no request, and stand below it.
-TERMS = ("axes", "terms", "disjoint", "visibility")
+TERMS = ("axes", "terms")
 # Faces read a distribution and never its engine, but the two types that their signatures name.
-FACES = ("losses", "contrastive", "attn", "theory", "metrics")
+FACES = ("losses", "contrastive", "attn", "metrics")
 PUBLIC_TYPES = {"Stats", "State", "Sums", "Term", "Visibility"}
 
 
@@ -122,7 +124,7 @@ def test_imports_go_down(path):
         if target == part:
             continue
         if height >= 7 and (target == "partita" or target not in LAYERS):
-            continue  # watch and lab use public names
+            continue  # watch and the command line use public names
         assert target in LAYERS, f"{where}, which has no layer"
         assert LAYERS[target] < height or (part, target) in BESIDE, f"{where}, which does not stand below it"
 
@@ -134,11 +136,16 @@ def test_the_order_says_nothing_that_is_not_there():
     assert used >= BESIDE, BESIDE - used
 
 
-def test_the_package_knows_its_studies_in_one_place():
-    """The command line asks for them where they are installed, and the doctor says whether they are."""
-    knowing = {str(path.relative_to(SOURCE)) for path in files() if "partita_studies" in path.read_text()}
-    assert knowing == {"lab/cli.py", "lab/doctor.py"}
-    assert (SOURCE / "lab/cli.py").read_text().count("partita_studies") == 2  # asked for, and imported
+@pytest.mark.parametrize("folder", ["src/partita", "tests"])
+def test_nothing_imports_the_theory(folder):
+    """partita-theory stands on partita and nothing of partita, nor of its tests, on it; commands are entry points."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "importorskip")):
+                names += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            assert not [name for name in names if str(name).startswith("partita_theory")], f"{path}:{node.lineno}"
 
 
 def test_the_oracle_imports_torch_alone():
@@ -148,15 +155,19 @@ def test_the_oracle_imports_torch_alone():
             modules |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules.add((node.module or "").split(".")[0])
-    assert modules == {"__future__", "math", "torch"}
+    assert modules == {"__future__", "collections", "math", "torch"}
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_faces_know_the_distribution_not_the_engine(path):
+def test_faces_know_no_backend_and_no_other_face(path):
     if part_of(path) not in FACES:
         return
-    for target, names, line in imports(ast.parse(path.read_text())):
-        assert target != "engine" or set(names) <= PUBLIC_TYPES, f"{path.name}:{line} imports {names} of the engine"
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            named = {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+            assert "backends" not in named, f"{path.name}:{node.lineno} imports a backend"
+    for target, _, line in imports(tree):
         assert target not in FACES or target == part_of(path), f"{path.name}:{line} imports another face, {target}"
 
 
@@ -173,7 +184,7 @@ def test_faces_never_normalise_by_themselves(name):
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_no_import_hides_in_a_function_to_dodge_a_cycle(path):
-    """lab may delay optional dependencies; below it, an import inside a function of our own package hides a cycle."""
+    """The command line and the monitor may delay imports; below them one inside a function hides a cycle."""
     if LAYERS.get(part_of(path), 0) < 7:
         assert imports(ast.parse(path.read_text()), nested=True) == []
 
@@ -190,12 +201,12 @@ def _without_type_checking(tree: ast.Module) -> ast.Module:
     return Drop().visit(tree)
 
 
-def test_torch_is_the_only_dependency_below_lab():
+def test_torch_is_the_only_dependency_of_what_computes():
     allowed = {"torch", "partita", *sys.stdlib_module_names}
     for path in files():
-        if part_of(path) in ("lab", "hf", "monitor", "control", "adapters"):
+        if part_of(path) in ("cli", "hf", "monitor", "control", "adapters"):
             continue
-        if path.parent == KERNELS:  # imported by nobody until one runs, which tests/triton shows
+        if path.parent == KERNELS:  # not imported until one runs, which tests/triton shows
             continue
         for node in ast.walk(_without_type_checking(ast.parse(path.read_text()))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -205,14 +216,14 @@ def test_torch_is_the_only_dependency_below_lab():
 
 
 # torch keeps these private and offers nothing else; a NamedTuple and a version counter are public in all but name.
-FOREIGN = {"_C", "_version", "_orig_mod", "_current_level", "_forward_hooks", "_forward_pre_hooks"}
+FOREIGN = {"_C", "_version", "_orig_mod", "_current_level", "_forward_hooks", "_forward_pre_hooks", "_parameters"}
 FOREIGN |= {"_fields", "_replace", "_asdict", "_make"}
 FOREIGN |= {"_torchdynamo_orig_backend", "_clone_with_backend"}  # of torch.compile, for graphs that report
 FOREIGN |= {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}  # functions that a graph may call
 
 
 @pytest.mark.parametrize(
-    "path", [*files(), *sorted(STUDIES.rglob("*.py"))], ids=lambda path: f"{path.parent.name}/{path.name}"
+    "path", [*files(), *sorted(THEORY.rglob("*.py"))], ids=lambda path: f"{path.parent.name}/{path.name}"
 )
 def test_no_file_uses_a_private_name_of_another(path):
     """`x._name` is defined in the file that says it; a private name that others need is a missing public one."""
@@ -224,6 +235,6 @@ def test_no_file_uses_a_private_name_of_another(path):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
             of_torch = ast.unparse(node).startswith(("torch._C.", "torch.ops."))
             assert of_torch or node.attr in own | FOREIGN, f"{path.name}:{node.lineno} uses {ast.unparse(node)}"
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("partita.", "partita_studies.")):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("partita.", "partita_theory.")):
             private = [alias.name for alias in node.names if alias.name.startswith("_")]
             assert not private, f"{path.name}:{node.lineno} imports {private}"

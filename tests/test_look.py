@@ -70,6 +70,7 @@ def test_statistics_without_numbers_show_their_shape():
 
 def test_a_state_shows_its_sums_and_a_gibbs_its_ingredients():
     p = partita.Gibbs(torch.zeros(2, 3), torch.zeros(5, 3), scale=scale.LogLength(), support=support.causal())
+    assert "(2, 3)" in repr(p)
     assert repr(p).endswith("scale=LogLength(reference=512, floor=4), support=support.causal())")
     shown = repr(p.state(torch.zeros(5, 7)))
     assert shown.startswith("State of 2 rows (2,)")

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 import partita
 from tests.tolerances import assert_exact, assert_no_worse_than_naive
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own, while it imports its test helpers
-    from torch.testing._internal.common_methods_invocations import op_db
-
 DTYPES = (torch.float64, torch.float32)
 
 
 def samples(name: str, dtype: torch.dtype, variant: str = "") -> list:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, while it imports its test helpers, which takes seconds
+        from torch.testing._internal.common_methods_invocations import op_db
     (op,) = [op for op in op_db if op.name == f"nn.functional.{name}" and op.variant_test_name == variant]
     torch.manual_seed(0)
     return list(op.sample_inputs("cpu", dtype, requires_grad=True))
@@ -72,20 +71,41 @@ def wide(options: dict, dtype: torch.dtype) -> dict:
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_passes_the_samples_of_scaled_dot_product_attention(dtype):
+def attention(sample):
     """Every sample without dropout: causal and not, a mask, broadcast batches."""
-    comparison = Comparison()
-    for sample in samples("scaled_dot_product_attention", dtype):
-        if sample.kwargs.get("dropout_p", 0.0) > 0:
-            continue
-        options = sample.kwargs
-        comparison.add(
-            lambda q, k, v, options=options: partita.attention(q, k, v, **wide(options, q.dtype)),
-            lambda q, k, v, options=options: F.scaled_dot_product_attention(q, k, v, **wide(options, q.dtype)),
-            [sample.input, *sample.args],
-        )
-    comparison.assert_good(at_least=13)
+    if sample.kwargs.get("dropout_p", 0.0) > 0:
+        return None
+    both = (
+        lambda q, k, v, f=f: f(q, k, v, **wide(sample.kwargs, q.dtype))
+        for f in (partita.attention, F.scaled_dot_product_attention)
+    )
+    return *both, [sample.input, *sample.args]
+
+
+def cross_entropy(sample):
+    """The logits are the input, the identity is the classifier; classes are moved to the last dimension."""
+    (target,) = sample.args
+    if not is_index(target):
+        return None
+
+    def ours(logits):
+        eye = torch.eye(logits.shape[1], dtype=logits.dtype)
+        return partita.linear_cross_entropy(logits.movedim(1, -1), eye, target, **wide(sample.kwargs, logits.dtype))
+
+    return ours, lambda x: F.cross_entropy(x, target, **wide(sample.kwargs, x.dtype)), [sample.input]
+
+
+def linear_cross_entropy(sample):
+    """Class indices and a matrix of classes; torch's chunking options choose how it computes, not what."""
+    weight, target = sample.args
+    if not is_index(target) or weight.ndim != 2:
+        return None
+    plain = {name: option for name, option in sample.kwargs.items() if name != "options"}
+    return (
+        lambda x, w: partita.linear_cross_entropy(x, w, target, **wide(plain, x.dtype)),
+        lambda x, w: F.linear_cross_entropy(x, w, target, **wide(sample.kwargs, x.dtype)),
+        [sample.input, weight],
+    )
 
 
 def is_index(target: torch.Tensor) -> bool:
@@ -93,44 +113,21 @@ def is_index(target: torch.Tensor) -> bool:
     return not target.is_floating_point()
 
 
+@pytest.mark.parametrize(
+    ("name", "variant", "pair", "at_least"),
+    [
+        ("scaled_dot_product_attention", "", attention, 13),
+        ("cross_entropy", "", cross_entropy, 11),
+        ("linear_cross_entropy", "", linear_cross_entropy, 20),
+        ("linear_cross_entropy", "chunked", linear_cross_entropy, 20),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_cross_entropy_passes_the_samples_of_cross_entropy(dtype):
-    """The logits are the input, the identity is the classifier; classes are moved to the last dimension."""
+def test_the_samples_of_torchs_function_pass(name, variant, pair, at_least, dtype):
+    if not hasattr(F, name):
+        pytest.skip(f"this torch has no {name}")
     comparison = Comparison()
-    for sample in samples("cross_entropy", dtype):
-        (target,), options = sample.args, sample.kwargs
-        if not is_index(target):
-            continue
-
-        def ours(logits, target=target, options=options):
-            eye = torch.eye(logits.shape[1], dtype=logits.dtype)
-            return partita.linear_cross_entropy(logits.movedim(1, -1), eye, target, **wide(options, logits.dtype))
-
-        def theirs(logits, target=target, options=options):
-            return F.cross_entropy(logits, target, **wide(options, logits.dtype))
-
-        comparison.add(ours, theirs, [sample.input])
-    comparison.assert_good(at_least=11)
-
-
-@pytest.mark.parametrize("variant", ["", "chunked"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_cross_entropy_passes_torchs_own_samples(dtype, variant):
-    """Class indices and a matrix of classes; torch's chunking options choose how it computes, not what."""
-    if not hasattr(F, "linear_cross_entropy"):
-        pytest.skip("this torch has no linear_cross_entropy")
-    comparison = Comparison()
-    for sample in samples("linear_cross_entropy", dtype, variant):
-        (weight, target), options = sample.args, sample.kwargs
-        if not is_index(target) or weight.ndim != 2:
-            continue
-
-        def ours(x, w, target=target, options=options):
-            options = {name: option for name, option in options.items() if name != "options"}
-            return partita.linear_cross_entropy(x, w, target, **wide(options, x.dtype))
-
-        def theirs(x, w, target=target, options=options):
-            return F.linear_cross_entropy(x, w, target, **wide(options, x.dtype))
-
-        comparison.add(ours, theirs, [sample.input, weight])
-    comparison.assert_good(at_least=20)
+    for sample in samples(name, dtype, variant):
+        if (both := pair(sample)) is not None:
+            comparison.add(*both)
+    comparison.assert_good(at_least)

@@ -1,4 +1,4 @@
-"""Patterns of sparse attention: what they show, that unions come apart, and that 65,536 positions are no matter."""
+"""Patterns of sparse attention: what they show, that unions split, and that 65,536 positions are no matter."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from torch import Tensor
 
 import partita
 from partita import support
-from partita.engine.disjoint import apart
-from partita.engine.terms import window_mask
+from partita.engine.terms import split_disjoint, window_mask
 from partita.errors import PartitaError
-from tests.strategies import either, supports, window
+from tests.strategies import either, reaches, supports, window
 
 CPU = torch.device("cpu")
-REACH = st.one_of(st.none(), st.integers(-3, 5))
 
 
 @given(st.data())
-def test_a_union_comes_apart_into_terms_without_a_key_in_common(data):
+def test_a_union_splits_into_terms_without_a_key_in_common(data):
     n_query, n_key = data.draw(st.sampled_from((1, 3, 12))), data.draw(st.sampled_from((0, 1, 5, 13)))
     batch = data.draw(st.sampled_from([(), (2, 3)]))
     # two to four intervals, at times one support of any kind besides
-    members = [window(n_query, n_key, *data.draw(st.tuples(REACH, REACH))) for _ in range(data.draw(st.integers(2, 4)))]
+    members = [window(n_query, n_key, *data.draw(reaches(3, 5))) for _ in range(data.draw(st.integers(2, 4)))]
     if data.draw(st.booleans()):
         members.append(data.draw(supports(n_query, n_key, batch, depth=1)))
     joined, visible = functools.reduce(either, members)
     terms = joined.bind(n_query, n_key, batch, CPU)
-    found = apart(terms, n_query, n_key, CPU)
+    found = split_disjoint(terms, n_query, n_key, CPU)
     if found is None:  # two terms that are no plain intervals
-        assert sum(t.mask is not None or t.query_segment is not None or t.hole for t in terms) > 1
+        assert sum(t.mask is not None or t.query_segment is not None or t.skip is not None for t in terms) > 1
         return
     shown = torch.zeros(*batch, n_query, n_key, dtype=torch.int64)
     for term in found:
@@ -135,7 +133,7 @@ def test_the_layout_of_each_head_is_its_own():
     query = torch.randn(5, 2, 6, 4)
     out, stats = partita.attention(query, query, query, support=per_head, return_stats=True)
     assert stats.visible[0].tolist() == [[3.0] * 6, [6.0] * 3 + [0.0] * 3]
-    assert torch.equal(out[:, 1, 3:], torch.zeros(5, 3, 4))  # nobody to look at
+    assert torch.equal(out[:, 1, 3:], torch.zeros(5, 3, 4))  # no key to see
 
 
 def test_a_layout_changed_in_place_is_seen():
@@ -162,7 +160,7 @@ def test_a_layout_changed_in_place_is_seen():
         (lambda: support.global_tokens(torch.tensor([0.5])), "positions"),
     ],
 )
-def test_what_is_no_pattern_is_told_so(make, words):
+def test_what_is_no_pattern_is_refused(make, words):
     with pytest.raises(PartitaError, match=words):
         make()
 

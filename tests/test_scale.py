@@ -9,6 +9,7 @@ import torch
 
 import partita
 from partita import scale, support
+from partita.errors import ShapeError, ValueRangeError
 from tests import reference
 from tests.strategies import catalogue, problem
 from tests.tolerances import assert_exact
@@ -68,7 +69,7 @@ def test_fold_multiplies_the_query(name):
 
 
 class _Shrinks(scale.LogLength):
-    """Somebody's own: looks at the query."""
+    """A user's policy that reads the query."""
 
     def __call__(self, visible, dim, query=None):
         return super().__call__(visible, dim, query) / (1 + query.square().mean(-1))
@@ -218,3 +219,44 @@ def test_measured_sigma_is_root_dim_for_unit_variance():
     g = torch.Generator().manual_seed(0)
     query, key = (torch.randn(n, 64, generator=g) for n in (200, 2000))
     assert float(scale.measure_sigma(query, key)) == pytest.approx(8.0, rel=0.03)
+
+
+def test_the_critical_scale_is_its_definition():
+    """M-COL-6: the largest log(j) / gap_j over the ordered gaps; hidden keys are not counted."""
+    scores = torch.randn(5, 40, dtype=torch.float64).masked_fill(torch.rand(5, 40) < 0.2, -math.inf)
+    for row, found in zip(scores.tolist(), scale.critical_scale(scores).tolist(), strict=True):
+        gaps = sorted(max(row) - s for s in row if s > -math.inf)
+        assert found == pytest.approx(max(math.log(j) / gap for j, gap in enumerate(gaps[1:], 2)))
+
+
+def test_edge_cases_of_the_critical_scale():
+    inf = math.inf
+    assert scale.critical_scale(torch.tensor([1.0, 1.0, 0.0])).item() == inf  # a tie never parts
+    assert scale.critical_scale(torch.tensor([1.0, 1.0, 0.0]), least=3).item() == pytest.approx(math.log(3))
+    assert scale.critical_scale(torch.tensor([[1.0], [2.0]])).tolist() == [0.0, 0.0]
+    assert scale.critical_scale(torch.tensor([3.0, -inf, -inf])).item() == 0.0
+    assert scale.critical_scale(torch.tensor([-inf, -inf])).item() == 0.0
+    with pytest.raises(ValueRangeError, match="least"):
+        scale.critical_scale(torch.zeros(3), least=1)
+
+
+def test_the_policy_grows_as_it_was_fitted():
+    lengths = [64, 256, 1024, 4096]
+    critical = [[3 * math.log(n) ** 0.5, 0.1 * math.log(n), 7.0] for n in lengths]
+    policy = scale.CriticalScale.fit(64, lengths, critical)
+    assert policy.exponent == pytest.approx((0.5, 1.0, 0.0), abs=1e-9)
+    n = torch.tensor([64.0, 4096.0], dtype=torch.float64)
+    found = policy(n, 16)  # (heads, n_query)
+    torch.testing.assert_close(found[0], scale.SqrtLogLength(64)(n, 16))
+    torch.testing.assert_close(found[1], scale.LogLength(64)(n, 16))
+    torch.testing.assert_close(found[2], scale.InverseSqrt()(n, 16))
+    q, k, v = (torch.randn(2, 3, 5, 16) for _ in range(3))
+    assert partita.attention(q, k, v, is_causal=True, scale=policy).shape == v.shape
+    with pytest.raises(ShapeError, match="3 heads"):
+        policy(torch.ones(2, 5), 16)
+    with pytest.raises(ShapeError, match="two lengths"):
+        scale.CriticalScale.fit(64, [64], [[1.0]])
+    with pytest.raises(ValueRangeError, match="positive and finite"):
+        scale.CriticalScale.fit(64, [64, 128], [[1.0], [math.inf]])
+    with pytest.raises(ValueRangeError, match="exponent"):
+        scale.CriticalScale(64, math.nan)

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import partita
+from partita import support
 from partita.engine.backends import TABLE
 from partita.errors import BackendError, DtypeError, ShapeError, ValueRangeError
-from partita.score import Additive, Bilinear, Cosine, Distance, InnerProduct, SquaredDistance
+from partita.score import Additive, Bilinear, Cosine, Distance, InnerProduct, LogSigmoid, SquaredDistance
+from tests import reference
 from tests.conformance.serving import names, serving
 
 D, N, M = 4, 7, 9
@@ -16,7 +18,7 @@ SEEN = torch.ones(N, M, dtype=torch.bool).tril()
 
 
 class Network(torch.nn.Module):
-    """Somebody's own: a network on pairs, with a buffer."""
+    """A user's score: a network on pairs, with a buffer."""
 
     def __init__(self, dtype: torch.dtype = torch.float64):
         super().__init__()
@@ -35,26 +37,21 @@ def manhattan(query, key):
 
 def by_hand(name, q, k, score):
     """The definition, pair by pair."""
-    if name == "cosine":
-        return torch.nn.functional.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)
-    if name == "squared":
-        return -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / 2
-    if name == "distance":
-        return -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1).sqrt()
-    if name == "bilinear":
-        return torch.einsum("...id,de,...je->...ij", q, score.weight, k) / k.shape[-1] ** 0.5
-    if name == "additive":
-        hidden = torch.tanh(score.query_proj(q)[..., :, None, :] + score.key_proj(k)[..., None, :, :])
-        return (hidden * score.weight).sum(-1)
+    own = {"bilinear": ("weight",), "additive": ("query_proj.weight", "key_proj.weight", "query_proj.bias", "weight")}
+    if name == "log_sigmoid":
+        return reference.log_sigmoid(q, k, 0.8, 0.5)
+    if hasattr(reference, name):
+        return getattr(reference, name)(q, k, *(score.get_parameter(part) for part in own.get(name, ())))
     return score(q, k)
 
 
 KINDS = {
     "cosine": Cosine,
-    "squared": SquaredDistance,
+    "squared_distance": SquaredDistance,
     "bilinear": lambda: Bilinear(D, D, dtype=torch.float64),
     "distance": Distance,
     "additive": lambda: Additive(D, D, 5, dtype=torch.float64),
+    "log_sigmoid": lambda: LogSigmoid(0.8, 0.5),
     "network": Network,
     "function": lambda: manhattan,
 }
@@ -216,15 +213,80 @@ def test_a_score_in_half_computes_in_float32():
     assert net.first.weight.grad.dtype == torch.bfloat16
 
 
-def test_what_is_hidden_cannot_poison(problem):
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_hidden_cannot_poison(problem, backend, poison):
+    """A key that no row sees, of nan or inf: values and gradients, of parameters too, are those without it."""
+    name, q, k, v, score, own = problem
+    bad = k.detach().clone()
+    bad[:, -1, 1:] = poison
+    short = support.lengths(M - 1)
+    g, want = partita.Gibbs(q, bad.requires_grad_(), support=short, score=score), None
+    with serving(backend):
+        want = partita.Gibbs(q, k[:, :-1], score=score)
+        mean = g.expectation(v), want.expectation(v[:, :-1])
+        pairs = [(g.entropy(), want.entropy()), mean, (g.received()[:, :-1], want.received())]
+        for got, right in pairs:
+            torch.testing.assert_close(got, right)
+            mine = torch.autograd.grad(got.square().sum(), (q, bad, *own), retain_graph=True)
+            theirs = torch.autograd.grad(right.square().sum(), (q, k, *own), retain_graph=True)
+            for a, b in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(a, b)
+    if name != "distance":  # torch has no second derivative of cdist
+        second = []
+        for x, keys in ((g, bad), (want, k)):
+            (first,) = torch.autograd.grad(x.entropy().sum(), q, create_graph=True)
+            second.append(torch.autograd.grad(first.square().sum(), (q, keys, *own)))
+        for a, b in zip(*second, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_hidden_cannot_poison_a_transform(problem, poison):
     _, q, k, _, score, _ = problem
     bad = k.detach().clone()
-    bad[:, -1] = torch.nan
-    support = partita.support.lengths(M - 1)
-    got = partita.Gibbs(q, bad.requires_grad_(), support=support, score=score)
-    want = partita.Gibbs(q, k[:, :-1], score=score)
-    torch.testing.assert_close(got.entropy(), want.entropy())
-    assert torch.autograd.grad(got.entropy().sum(), q)[0].isfinite().all()
+    bad[:, -1] = poison
+
+    def read(a, b, *_):
+        return partita.Gibbs(a, b, support=support.lengths(M - 1), score=score).entropy().square().sum()
+
+    found = torch.func.vmap(torch.func.grad(read, argnums=(0, 1)))(q.detach(), bad)
+    want = torch.autograd.grad(partita.Gibbs(q, k[:, :-1], score=score).entropy().square().sum(), (q, k))
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", names())
+def test_under_autocast_a_score_is_that_of_lowered_vectors(dtype, name):
+    """Distances have the bits that tensors of autocast's dtype give; every kind runs, forward and backward."""
+    torch.manual_seed(0)
+    q, k = torch.randn(N, 16, requires_grad=True), torch.randn(M, 16, requires_grad=True)
+    with serving(name):
+        with torch.autocast("cpu", dtype=dtype):
+            got = partita.Gibbs(q, k, score=SquaredDistance()).stats()
+        want = partita.Gibbs(q.to(dtype), k.to(dtype), score=SquaredDistance()).stats()
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_function_runs_outside_of_autocast(problem, dtype):
+    """Its tiles come in float32, autocast or not: entropies and gradients are those of the lowered vectors."""
+    name, q, k, v, score, _ = problem
+    if isinstance(score, InnerProduct):
+        pytest.skip("its features are lowered")
+    if isinstance(score, torch.nn.Module):
+        score = score.float()
+    q, k, v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    own = tuple(score.parameters()) if isinstance(score, torch.nn.Module) else ()
+    with torch.autocast("cpu", dtype=dtype):
+        g = partita.Gibbs(q, k, score=score)
+        got = g.entropy(), g.nll(torch.zeros(2, N, dtype=torch.int64)), g.expectation(v).float()
+        pair = partita.divergence(g, partita.Gibbs(q, 2 * k, score=score))
+    assert all(x.isfinite().all() for x in torch.autograd.grad(sum(x.sum() for x in (*got, pair)), (q, k, v, *own)))
+    if name != "additive":  # whose two linear maps are taken under autocast
+        low = partita.Gibbs(q.to(dtype), k.to(dtype), score=score)
+        assert torch.equal(got[0], low.entropy())
 
 
 def test_a_parameter_changed_in_place_is_noticed():
@@ -293,9 +355,64 @@ def test_mistakes_are_named():
         with pytest.raises(error, match=message):
             partita.Gibbs(q, k, score=score)
     for score in (SquaredDistance(), Distance()):
-        with pytest.raises(ShapeError, match="as many features"):
+        with pytest.raises(ShapeError, match="same number of features"):
             partita.Gibbs(q, torch.randn(M, D + 1), score=score)
     with pytest.raises(TypeError, match="abstract"):
         InnerProduct()(q, k)
     with pytest.raises(ValueRangeError, match="leave out group"):
         partita.attention(q, k, k, score=Cosine(), group=object())
+
+
+# ---- a sigmoid divided by its sum ------------------------------------------------------------------------------------
+
+
+def test_a_softmax_of_log_sigmoids_is_sigmoids_divided_by_their_sum():
+    q, k, v = (torch.randn(2, 3, n, 4, dtype=torch.float64) for n in (5, 7, 7))
+    weight = torch.sigmoid(2.0 * q @ k.mT - 1.0)
+    share = weight / weight.sum(-1, keepdim=True)
+    out, stats = partita.attention(q, k, v, score=LogSigmoid(2.0, 1.0), return_stats=True)
+    torch.testing.assert_close(out, share @ v)
+    torch.testing.assert_close(stats.entropy, torch.special.entr(share).sum(-1))
+    torch.testing.assert_close(stats.log_partition, weight.sum(-1).log())
+
+
+def test_with_a_high_threshold_it_is_a_softmax_and_with_a_low_one_a_mean():
+    q, k, v = (torch.randn(n, 4, dtype=torch.float64) for n in (5, 7, 7))
+    soft = partita.attention(q, k, v, scale=2.0)
+    torch.testing.assert_close(partita.attention(q, k, v, score=LogSigmoid(2.0, 60.0)), soft)
+    torch.testing.assert_close(partita.attention(q, k, v, score=LogSigmoid(2.0, -60.0)), v.mean(0).expand(5, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_heads_learn_their_own_sharpness_and_threshold_with_keys_shared_or_not(dtype):
+    """Values and gradients, of four heads that share two key heads too."""
+    torch.manual_seed(5)
+    score = LogSigmoid(0.7, 0.3, heads=4)
+    with torch.no_grad():
+        score.sharpness.copy_(torch.tensor([0.2, 0.5, 1.0, 2.0]))
+        score.threshold.copy_(torch.tensor([-1.0, 0.0, 0.5, 2.0]))
+    q, k, v = (torch.randn(2, h, n, 4, dtype=torch.float64).to(dtype) for h, n in ((4, 5), (2, 7), (2, 7)))
+    for few in (False, True):
+        key, value = (x if few else x.repeat_interleave(2, 1) for x in (k, v))
+        got = partita.attention(q, key, value, score=score, enable_gqa=few).float()
+        own = [p.detach().double().requires_grad_() for p in (score.sharpness, score.threshold)]
+        wide = [x.double().repeat_interleave(2, 1) if x.shape[1] == 2 else x.double() for x in (key, value)]
+        want = reference.log_sigmoid(q.double(), wide[0], *(x[:, None, None] for x in own)).softmax(-1) @ wide[1]
+        rough = dict.fromkeys(("rtol", "atol"), 0.03 if dtype == torch.bfloat16 else 1e-5)
+        torch.testing.assert_close(got.double(), want, **rough)
+        mine = torch.autograd.grad(got.square().sum(), (score.sharpness, score.threshold))
+        theirs = torch.autograd.grad(want.square().sum(), own)
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a.double(), b, **{name: 10 * room for name, room in rough.items()})
+
+
+def test_what_no_sigmoid_has_is_refused():
+    with pytest.raises(ValueRangeError, match="sharpness must"):
+        LogSigmoid(-1.0)
+    with pytest.raises(ValueRangeError, match="threshold must"):
+        LogSigmoid(1.0, float("nan"))
+    with pytest.raises(ShapeError, match="same number of features"):
+        partita.Gibbs(torch.zeros(2, 3), torch.zeros(2, 4), score=LogSigmoid())
+    with pytest.raises(ShapeError, match="this score has 3 heads"):
+        partita.Gibbs(torch.zeros(2, 2, 3), torch.zeros(2, 2, 3), score=LogSigmoid(heads=3))
+    assert repr(LogSigmoid(2.0, 1.0)) == "LogSigmoid(2.0, 1.0)" and repr(LogSigmoid(heads=3)) == "LogSigmoid(heads=3)"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partita import support
+from partita.errors import ValueRangeError
 from tests.strategies import SUPPORTS, both, catalogue, either, supports
 
 
@@ -20,18 +21,14 @@ def shaped(draw):
 
 
 @given(shaped())
-def test_dense_is_the_matrix_of_the_definition(case):
-    n_query, n_key, batch, (given_support, visible) = case
-    assert torch.equal(given_support.dense(n_query, n_key, batch), visible.expand(*batch, n_query, n_key))
-
-
-@given(shaped())
-def test_visible_counts_the_row_of_the_matrix(case):
+def test_a_support_is_the_matrix_of_its_definition_and_counts_its_rows(case):
     """M-SCL-5: n_i is the number of keys a row may see."""
     n_query, n_key, batch, (given_support, visible) = case
+    visible = visible.expand(*batch, n_query, n_key)
+    assert torch.equal(given_support.dense(n_query, n_key, batch), visible)
     counts = given_support.visible(n_query, n_key, batch)
     assert counts.dtype == torch.int64
-    assert torch.equal(counts, visible.expand(*batch, n_query, n_key).sum(-1))
+    assert torch.equal(counts, visible.sum(-1))
 
 
 @pytest.mark.parametrize("kind", SUPPORTS)
@@ -81,22 +78,30 @@ def test_window_is_inclusive_on_both_sides():
     assert rows == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [0, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]
 
 
-def test_window_without_bounds_is_everything():
-    assert torch.equal(support.window(None, None).dense(3, 5), support.all().dense(3, 5))
-    assert torch.equal(support.window(None, 0).dense(3, 5), support.causal().dense(3, 5))
+@given(st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 3))
+def test_a_window_is_refused_if_and_only_if_no_query_could_see_a_key(left, right, step):
+    for make in (support.window, lambda a, b: support.dilated(step, a, b)):
+        if left + right < 0:
+            with pytest.raises(ValueRangeError, match="Unbounded is None, not -1"):
+                make(left, right)
+        else:
+            assert make(left, right).dense(60, 60).any()
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 3)])
+@pytest.mark.parametrize("sides", [(None, -1), (-1, None), (3, -1), (-1, 3), (None, None), (None, 0)])
+def test_minus_one_is_a_distance_and_none_is_unbounded(sides):
+    left, right = sides
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    want = (j >= i - (6 if left is None else left)) & (j <= i + (6 if right is None else right))
+    assert torch.equal(support.window(left, right).dense(6, 6), want)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 1), (2, 3)])
 def test_lengths_are_aligned_with_the_leading_batch_dimensions(shape):
     n = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape)
-    counts = support.lengths(n).visible(4, 9, (2, 3))
     full = n.reshape(*shape, *[1] * (2 - len(shape))).expand(2, 3)
-    assert torch.equal(counts, full[..., None].expand(2, 3, 4))
-
-
-def test_a_plain_length_holds_for_every_batch_entry():
-    assert support.lengths(3).visible(2, 5, (2, 3)).eq(3).all()
-    assert support.lengths(torch.tensor(3)).visible(2, 5, (2, 3)).eq(3).all()
+    for length in (n, int(n)) if not shape else (n,):  # a plain number holds for every batch entry
+        assert torch.equal(support.lengths(length).visible(4, 9, (2, 3)), full[..., None].expand(2, 3, 4))
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (2, 1, 4), (2, 3, 4)])
@@ -113,16 +118,30 @@ def test_packed_documents_do_not_see_each_other():
     assert packed.visible(6, 6).tolist() == [1, 2, 3, 1, 2, 1]
 
 
-def test_two_segmentations_together_need_both_to_agree():
-    a, b = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 0])
-    both = support.segments(a, a) & support.segments(b, b)
-    assert torch.equal(both.dense(4, 4), torch.eye(4, dtype=torch.bool))
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1, 3], [7, 7, 2, 2, 2, -1], [5], [4, 4, 4]])
+def test_documents_that_stand_together_are_intervals(ids):
+    """The keys of other documents are skipped then, and never looked at; what a device holds is not read."""
+    k_ids = torch.tensor(ids)
+    q_ids = torch.tensor([9, *ids, -2])  # with rows whose document has no keys
+    (term,) = support.segments(q_ids, k_ids).bind(len(ids) + 2, len(ids), (2,), torch.device("cpu"))
+    assert term.is_interval
+    assert torch.equal(support.segments(q_ids, k_ids).dense(len(ids) + 2, len(ids)), q_ids[:, None] == k_ids)
+    batched = support.segments(q_ids.expand(2, -1), torch.stack([k_ids, k_ids.flip(0)]))
+    (term,) = batched.bind(len(ids) + 2, len(ids), (2, 3), torch.device("cpu"))
+    assert term.is_interval
+    meta = support.segments(q_ids.to("meta"), k_ids.to("meta"))
+    assert not meta.bind(len(ids) + 2, len(ids), (), torch.device("meta"))[0].is_interval
+    scattered = torch.cat([k_ids, k_ids[:1] + 1, k_ids[:1]])
+    assert not support.segments(scattered).bind(len(ids) + 2, len(ids) + 2, (), torch.device("cpu"))[0].is_interval
 
 
-def test_segment_ids_need_not_be_small_or_sorted():
+def test_segment_ids_need_not_be_small_or_sorted_and_two_sets_must_both_agree():
     ids = torch.tensor([2**40, -5, 2**40, 0, -5])
     assert torch.equal(support.segments(ids, ids).dense(5, 5), ids[:, None] == ids)
     assert support.segments(ids, ids).visible(5, 5).tolist() == [2, 2, 2, 1, 2]
+    a, b = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 0])
+    both = support.segments(a, a) & support.segments(b, b)
+    assert torch.equal(both.dense(4, 4), torch.eye(4, dtype=torch.bool))
 
 
 def test_not_self_hides_exactly_the_diagonal():

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partita import support
-from partita.engine.terms import window_mask
-from partita.engine.visibility import Visibility
+from partita.engine.terms import Visibility, both, visible, window_mask
 
 Q, K, BATCH = 11, 13, (2, 4)
 CPU = torch.device("cpu")
@@ -63,30 +62,33 @@ def test_a_cut_shows_that_part_of_the_matrix(name, rows, keys, again):
 
 
 @given(name=NAMES, rows=st.lists(st.integers(0, Q - 1), max_size=9, unique=True), keys=cuts)
-def test_rows_may_lie_anywhere(name, rows, keys):
+def test_rows_may_be_anywhere(name, rows, keys):
     at, keys = torch.tensor(rows, dtype=torch.long), slice(*keys)
     whole = SUPPORTS[name].dense(Q, K, BATCH)
     assert_shows(bound(name).cut(at).cut(keys=keys), whole[..., at, :][..., keys])
 
 
 @pytest.mark.parametrize("name", SUPPORTS)
-def test_entries_heads_and_one_more_key(name):
+def test_entries_and_heads(name):
     whole, seen = SUPPORTS[name].dense(Q, K, BATCH), bound(name)
     assert_shows(seen.entries(1, slice(1, 3)), whole[:, 1:3])
     assert_shows(seen.split_heads(2), whole.unflatten(1, (2, 2)))
-    longer = torch.cat([whole, torch.ones(*BATCH, Q, 1, dtype=torch.bool)], -1)
-    assert_shows(seen.one_more_key(), longer)
-    short = seen.cut(keys=slice(0, 4))  # more rows than keys: the last key lies where a row has its hole
-    assert_shows(short.one_more_key(), torch.cat([whole[..., :4], longer[..., -1:]], -1))
     mask = torch.rand(Q, K, generator=torch.Generator().manual_seed(2)) < 0.5
     assert_shows(seen.also(mask), whole & mask)
 
 
-def test_a_hole_that_meets_no_key_is_forgotten_and_one_on_the_diagonal_stays():
+def test_a_key_that_is_left_out_moves_with_the_keys_and_is_forgotten_where_it_is_none_of_them():
     seen = bound("not self")
     assert seen.cut(slice(0, 3), slice(5, 9)).shown() == ()
-    (term,) = seen.cut(slice(2, 6), slice(2, 9)).shown()
-    assert term.hole
-    before, after = seen.cut(slice(2, 6), slice(1, 9)).shown()
-    assert not before.hole
-    assert not after.hole
+    (term,) = seen.cut(slice(2, 6), slice(1, 9)).shown()
+    assert term.skip.flatten().tolist() == [1, 2, 3, 4]
+
+
+def test_each_of_two_terms_may_leave_out_a_key_of_its_own():
+    here, moved = (bound("not self").cut(keys=slice(first, first + 9)).terms[0] for first in (0, 2))
+    assert len(both(here, here)) == 1
+    rows = slice(0, Q), slice(0, 9)
+    expected = window_mask((here,), *rows, CPU) & window_mask((moved,), *rows, CPU)
+    found = both(here, moved)
+    assert torch.equal(window_mask(found, *rows, CPU), expected)
+    assert torch.equal(visible(found, Q, 9, (1, 1), CPU), expected.sum(-1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -12,6 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import partita
+from partita.attn.problem import Options
 
 ROOT = Path(__file__).parents[1]
 # what a user writes -> what a type checker must say of it
@@ -57,12 +62,31 @@ def write_user(folder: Path) -> None:
 
 
 def test_the_stub_says_what_the_functions_say() -> None:
-    spec = importlib.util.spec_from_file_location("signatures", ROOT / "release" / "signatures.py")
-    assert spec
-    assert spec.loader
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    assert tool.FILE.read_text(encoding="utf-8") == tool.text(), "run python release/signatures.py"
+    """Each overload has the parameters of the function with their types; only its flag has one of its own."""
+    tree = ast.parse((ROOT / "src" / "partita" / "_signatures.pyi").read_text(encoding="utf-8"))
+    shared = {name: kind.__forward_arg__ for name, kind in Options.__annotations__.items()}
+    options: dict[str, dict[str, str]] = {"Options": shared, "TypedDict": {}}
+    overloads: dict[str, list[dict[str, str]]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            inherited = {name: kind for base in node.bases for name, kind in options[ast.unparse(base)].items()}
+            fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+            options[node.name] = {**inherited, **{ast.unparse(x.target): ast.unparse(x.annotation) for x in fields}}
+        elif isinstance(node, ast.FunctionDef):
+            assert node.args.kwarg
+            assert isinstance(node.args.kwarg.annotation, ast.Subscript)
+            given = [*node.args.args, *node.args.kwonlyargs]
+            names = {x.arg: ast.unparse(x.annotation) for x in given if x.annotation}
+            overloads.setdefault(node.name, []).append(
+                {**names, **options[ast.unparse(node.args.kwarg.annotation.slice)]}
+            )
+    assert len(overloads) == 8
+    for name, found in overloads.items():
+        given = inspect.signature(getattr(partita, name)).parameters.values()
+        function = {x.name: str(x.annotation).removeprefix("_checks.") for x in given}
+        flag = "return_reached" if name == "solve_scale" else "return_stats"
+        kinds = ("Literal[False]", "Literal[True]", "bool")
+        assert found == [{**function, flag: kind} for kind in kinds], name
 
 
 def test_documented_calls_have_their_types(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from partita._later import load
+
 if TYPE_CHECKING:
     from partita import adapters as adapters
     from partita import attn as attn
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from partita import scale as scale
     from partita import score as score
     from partita import support as support
-    from partita import theory as theory
+    from partita._checks import validate as validate
     from partita._signatures import attention as attention
     from partita._signatures import clip_loss as clip_loss
     from partita._signatures import cross_entropy as cross_entropy
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from partita.engine import backend as backend
     from partita.engine import merge as merge
     from partita.engine.backends import backends as backends
+    from partita.exactness import exact_rows as exact_rows
     from partita.gibbs import Gibbs as Gibbs
     from partita.gibbs import explain as explain
     from partita.interception import replace_sdpa as replace_sdpa
@@ -61,87 +64,57 @@ if TYPE_CHECKING:
     from partita.losses import mae_loss as mae_loss
     from partita.losses import mse_loss as mse_loss
     from partita.losses import nce_loss as nce_loss
+    from partita.losses import token_divergence as token_divergence
+    from partita.losses import token_stats as token_stats
+    from partita.metrics import mutual_information_bound as mutual_information_bound
     from partita.monitor import load_record as load_record
     from partita.monitor import watch as watch
-    from partita.theory import mutual_information_bound as mutual_information_bound
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "ClassStats": "losses",
-    "ContrastStats": "contrastive",
-    "Gibbs": "gibbs",
-    "LossStats": "losses",
-    "State": "engine",
-    "Stats": "engine",
-    "attention": "attn",
-    "attention_divergence": "attn",
-    "backend": "engine",
-    "backends": "engine.backends",
-    "brier_loss": "losses",
-    "clip_loss": "contrastive",
-    "cross_entropy": "losses",
-    "distillation_loss": "losses",
-    "divergence": "comparison",
-    "explain": "gibbs",
-    "fit_temperature": "calibration",
-    "focal_loss": "losses",
-    "gaussian_nll_loss": "losses",
-    "info_nce_loss": "contrastive",
-    "joint_loss": "contrastive",
-    "laplace_nll_loss": "losses",
-    "linear_cross_entropy": "losses",
-    "linear_distillation_loss": "losses",
-    "load_record": "monitor",
-    "mae_loss": "losses",
-    "merge": "engine",
-    "mse_loss": "losses",
-    "mutual_information_bound": "theory",
-    "nce_loss": "losses",
-    "nt_xent_loss": "contrastive",
-    "replace_sdpa": "interception",
-    "siglip_loss": "contrastive",
-    "solve_scale": "solve",
-    "supcon_loss": "contrastive",
-    "watch": "monitor",
-}
+    name: module
+    for module, names in {
+        "_checks": ("validate",),
+        "attn": ("attention", "attention_divergence"),
+        "calibration": ("fit_temperature",),
+        "comparison": ("divergence",),
+        "contrastive": (
+            "ContrastStats", "clip_loss", "info_nce_loss", "joint_loss", "nt_xent_loss", "siglip_loss",
+            "supcon_loss",
+        ),
+        "engine": ("State", "Stats", "backend", "merge"),
+        "engine.backends": ("backends",),
+        "exactness": ("exact_rows",),
+        "gibbs": ("Gibbs", "explain"),
+        "interception": ("replace_sdpa",),
+        "losses": (
+            "ClassStats", "LossStats", "brier_loss", "cross_entropy", "distillation_loss", "focal_loss",
+            "gaussian_nll_loss", "laplace_nll_loss", "linear_cross_entropy", "linear_distillation_loss", "mae_loss",
+            "mse_loss", "nce_loss", "token_divergence", "token_stats",
+        ),
+        "metrics": ("mutual_information_bound",),
+        "monitor": ("load_record", "watch"),
+        "solve": ("solve_scale",),
+    }.items()
+    for name in names
+}  # fmt: skip
 _MODULES = (
-    "adapters",
-    "attn",
-    "contrastive",
-    "control",
-    "distributed",
-    "engine",
-    "errors",
-    "hf",
-    "losses",
-    "metrics",
-    "monitor",
-    "nn",
-    "scale",
-    "score",
-    "support",
-    "theory",
-)
+    "adapters", "attn", "contrastive", "control", "distributed", "engine", "errors", "hf", "losses", "metrics",
+    "monitor", "nn", "scale", "score", "support",
+)  # fmt: skip
 __all__ = sorted([*_HOME, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        found = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    elif name in _MODULES:
-        found = importlib.import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    return load(__name__, name, _HOME)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*(name for name in globals() if name.startswith("__")), *__all__])
 
 
-# The operators that compiled and exported graphs hold: registered with the package, where torch is there to hear it. A
+# The operators that compiled and exported graphs hold: registered with the package, where torch is imported already. A
 # command line that needs no torch does not wait for it.
 if "torch" in sys.modules:
     importlib.import_module(f"{__name__}.calibration")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from partita.lab.cli import main
+from partita.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,10 +1,15 @@
-"""The faces as type checkers see them; written by release/signatures.py, held to the functions by a test."""
+"""The faces as type checkers see them: a Tensor, a pair with `return_stats=True`, either for a bool.
 
-from typing import Any, Literal, overload
+A test compares them with the functions.
+"""
+
+from typing import Literal, TypedDict, overload
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from partita.attn import Bias
+from partita._checks import Reduction
+from partita.attn.problem import Options
 from partita.contrastive import ContrastStats, Exclusion, LabelStats, Queue
 from partita.engine import Stats
 from partita.losses import LossStats
@@ -12,25 +17,70 @@ from partita.scale import Policy
 from partita.score import Score
 from partita.support import Support
 
+class _Loss(TypedDict, total=False):
+    weight: Tensor | None
+    reduction: Reduction
+    label_smoothing: float
+    scale: float | Tensor
+    z_loss: float
+    entropy_weight: float
+    sample_weight: Tensor | None
+
+class _CrossEntropy(_Loss, total=False):
+    ignore_index: int
+
+class _LinearCrossEntropy(_Loss, total=False):
+    linear_bias: Tensor | None
+    ignore_index: int | None
+    softcap: float | None
+    shift: int
+    group: object | None
+
+class _Group(TypedDict, total=False):
+    group: object | None
+
+class _Contrast(_Group, total=False):
+    temperature: float | Tensor
+    reduction: Reduction
+
+class _InfoNCE(_Contrast, total=False):
+    negative_mode: str
+    normalize: bool
+    symmetric: bool
+    log_temperature: Tensor | None
+    labels: Tensor | None
+    exclude: Exclusion | None
+    hardness: float
+    decoupled: bool
+    queue: Queue | None
+    score: Score | None
+
+class _SupCon(_Contrast, total=False):
+    ref_emb: Tensor | None
+    ref_labels: Tensor | None
+
+_Rest = Tensor | float | bool | Policy | None  # of the options of attention that may be positional
+
+class _Attention(_Group, Options, total=False):
+    dropout_p: float
+    sink: Tensor | None
+
+class _SolveScale(TypedDict, total=False):
+    entropy: float | Tensor | None
+    width: float | Tensor | None
+    support: Support | None
+    bias: Tensor | None
+    grouped: bool
+    score: Score | None
+
 @overload
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = ...,
-    weight: Tensor | None = ...,
-    reduction: str = ...,
-    ignore_index: int | None = ...,
-    label_smoothing: float = ...,
-    scale: float | Tensor = ...,
-    softcap: float | None = ...,
-    z_loss: float = ...,
-    entropy_weight: float = ...,
-    sample_weight: Tensor | None = ...,
     return_stats: Literal[False] = ...,
-    shift: int = ...,
-    group: object | None = ...,
+    **options: Unpack[_LinearCrossEntropy],
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
@@ -38,84 +88,24 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = ...,
-    weight: Tensor | None = ...,
-    reduction: str = ...,
-    ignore_index: int | None = ...,
-    label_smoothing: float = ...,
-    scale: float | Tensor = ...,
-    softcap: float | None = ...,
-    z_loss: float = ...,
-    entropy_weight: float = ...,
-    sample_weight: Tensor | None = ...,
     return_stats: Literal[True],
-    shift: int = ...,
-    group: object | None = ...,
+    **options: Unpack[_LinearCrossEntropy],
 ) -> tuple[Tensor, LossStats]: ...
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = ...,
-    weight: Tensor | None = ...,
-    reduction: str = ...,
-    ignore_index: int | None = ...,
-    label_smoothing: float = ...,
-    scale: float | Tensor = ...,
-    softcap: float | None = ...,
-    z_loss: float = ...,
-    entropy_weight: float = ...,
-    sample_weight: Tensor | None = ...,
-    return_stats: bool,
-    shift: int = ...,
-    group: object | None = ...,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_stats: bool, **options: Unpack[_LinearCrossEntropy]
 ) -> Tensor | tuple[Tensor, LossStats]: ...
 @overload
 def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    *,
-    weight: Tensor | None = ...,
-    reduction: str = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    scale: float | Tensor = ...,
-    z_loss: float = ...,
-    entropy_weight: float = ...,
-    sample_weight: Tensor | None = ...,
-    return_stats: Literal[False] = ...,
+    input: Tensor, target: Tensor, *, return_stats: Literal[False] = ..., **options: Unpack[_CrossEntropy]
 ) -> Tensor: ...
 @overload
 def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    *,
-    weight: Tensor | None = ...,
-    reduction: str = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    scale: float | Tensor = ...,
-    z_loss: float = ...,
-    entropy_weight: float = ...,
-    sample_weight: Tensor | None = ...,
-    return_stats: Literal[True],
+    input: Tensor, target: Tensor, *, return_stats: Literal[True], **options: Unpack[_CrossEntropy]
 ) -> tuple[Tensor, LossStats]: ...
 @overload
 def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    *,
-    weight: Tensor | None = ...,
-    reduction: str = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    scale: float | Tensor = ...,
-    z_loss: float = ...,
-    entropy_weight: float = ...,
-    sample_weight: Tensor | None = ...,
-    return_stats: bool,
+    input: Tensor, target: Tensor, *, return_stats: bool, **options: Unpack[_CrossEntropy]
 ) -> Tensor | tuple[Tensor, LossStats]: ...
 @overload
 def info_nce_loss(
@@ -123,19 +113,8 @@ def info_nce_loss(
     positive_key: Tensor,
     negative_keys: Tensor | None = ...,
     *,
-    temperature: float | Tensor = ...,
-    reduction: str = ...,
-    negative_mode: str = ...,
-    normalize: bool = ...,
-    symmetric: bool = ...,
     return_stats: Literal[False] = ...,
-    group: object | None = ...,
-    log_temperature: Tensor | None = ...,
-    labels: Tensor | None = ...,
-    exclude: Exclusion | None = ...,
-    hardness: float = ...,
-    decoupled: bool = ...,
-    queue: Queue | None = ...,
+    **options: Unpack[_InfoNCE],
 ) -> Tensor: ...
 @overload
 def info_nce_loss(
@@ -143,19 +122,8 @@ def info_nce_loss(
     positive_key: Tensor,
     negative_keys: Tensor | None = ...,
     *,
-    temperature: float | Tensor = ...,
-    reduction: str = ...,
-    negative_mode: str = ...,
-    normalize: bool = ...,
-    symmetric: bool = ...,
     return_stats: Literal[True],
-    group: object | None = ...,
-    log_temperature: Tensor | None = ...,
-    labels: Tensor | None = ...,
-    exclude: Exclusion | None = ...,
-    hardness: float = ...,
-    decoupled: bool = ...,
-    queue: Queue | None = ...,
+    **options: Unpack[_InfoNCE],
 ) -> tuple[Tensor, ContrastStats]: ...
 @overload
 def info_nce_loss(
@@ -163,19 +131,8 @@ def info_nce_loss(
     positive_key: Tensor,
     negative_keys: Tensor | None = ...,
     *,
-    temperature: float | Tensor = ...,
-    reduction: str = ...,
-    negative_mode: str = ...,
-    normalize: bool = ...,
-    symmetric: bool = ...,
     return_stats: bool,
-    group: object | None = ...,
-    log_temperature: Tensor | None = ...,
-    labels: Tensor | None = ...,
-    exclude: Exclusion | None = ...,
-    hardness: float = ...,
-    decoupled: bool = ...,
-    queue: Queue | None = ...,
+    **options: Unpack[_InfoNCE],
 ) -> Tensor | tuple[Tensor, ContrastStats]: ...
 @overload
 def clip_loss(
@@ -185,7 +142,7 @@ def clip_loss(
     logit_bias: float | Tensor | None = ...,
     *,
     return_stats: Literal[False] = ...,
-    group: object | None = ...,
+    **options: Unpack[_Group],
 ) -> Tensor: ...
 @overload
 def clip_loss(
@@ -195,7 +152,7 @@ def clip_loss(
     logit_bias: float | Tensor | None = ...,
     *,
     return_stats: Literal[True],
-    group: object | None = ...,
+    **options: Unpack[_Group],
 ) -> tuple[Tensor, ContrastStats]: ...
 @overload
 def clip_loss(
@@ -205,190 +162,58 @@ def clip_loss(
     logit_bias: float | Tensor | None = ...,
     *,
     return_stats: bool,
-    group: object | None = ...,
+    **options: Unpack[_Group],
 ) -> Tensor | tuple[Tensor, ContrastStats]: ...
 @overload
 def nt_xent_loss(
-    out0: Tensor,
-    out1: Tensor,
-    *,
-    temperature: float | Tensor = ...,
-    reduction: str = ...,
-    return_stats: Literal[False] = ...,
-    group: object | None = ...,
+    out0: Tensor, out1: Tensor, *, return_stats: Literal[False] = ..., **options: Unpack[_Contrast]
 ) -> Tensor: ...
 @overload
 def nt_xent_loss(
-    out0: Tensor,
-    out1: Tensor,
-    *,
-    temperature: float | Tensor = ...,
-    reduction: str = ...,
-    return_stats: Literal[True],
-    group: object | None = ...,
+    out0: Tensor, out1: Tensor, *, return_stats: Literal[True], **options: Unpack[_Contrast]
 ) -> tuple[Tensor, ContrastStats]: ...
 @overload
 def nt_xent_loss(
-    out0: Tensor,
-    out1: Tensor,
-    *,
-    temperature: float | Tensor = ...,
-    reduction: str = ...,
-    return_stats: bool,
-    group: object | None = ...,
+    out0: Tensor, out1: Tensor, *, return_stats: bool, **options: Unpack[_Contrast]
 ) -> Tensor | tuple[Tensor, ContrastStats]: ...
 @overload
 def supcon_loss(
-    embeddings: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor = ...,
-    ref_emb: Tensor | None = ...,
-    ref_labels: Tensor | None = ...,
-    reduction: str = ...,
-    return_stats: Literal[False] = ...,
-    group: object | None = ...,
+    embeddings: Tensor, labels: Tensor, *, return_stats: Literal[False] = ..., **options: Unpack[_SupCon]
 ) -> Tensor: ...
 @overload
 def supcon_loss(
-    embeddings: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor = ...,
-    ref_emb: Tensor | None = ...,
-    ref_labels: Tensor | None = ...,
-    reduction: str = ...,
-    return_stats: Literal[True],
-    group: object | None = ...,
+    embeddings: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[_SupCon]
 ) -> tuple[Tensor, LabelStats]: ...
 @overload
 def supcon_loss(
-    embeddings: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor = ...,
-    ref_emb: Tensor | None = ...,
-    ref_labels: Tensor | None = ...,
-    reduction: str = ...,
-    return_stats: bool,
-    group: object | None = ...,
+    embeddings: Tensor, labels: Tensor, *, return_stats: bool, **options: Unpack[_SupCon]
 ) -> Tensor | tuple[Tensor, LabelStats]: ...
 @overload
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | Tensor | Policy | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    support: Support | None = ...,
-    bias: Tensor | Bias | None = ...,
-    softcap: float | None = ...,
-    sink: Tensor | None = ...,
+    *rest: _Rest,
     return_stats: Literal[False] = ...,
-    return_received: Literal[False] = ...,
-    group: object | None = ...,
-    score: Score | None = ...,
+    **options: Unpack[_Attention],
 ) -> Tensor: ...
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | Tensor | Policy | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    support: Support | None = ...,
-    bias: Tensor | Bias | None = ...,
-    softcap: float | None = ...,
-    sink: Tensor | None = ...,
-    return_stats: Literal[True],
-    return_received: Literal[False] = ...,
-    group: object | None = ...,
-    score: Score | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, *rest: _Rest, return_stats: Literal[True], **options: Unpack[_Attention]
 ) -> tuple[Tensor, Stats]: ...
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | Tensor | Policy | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    support: Support | None = ...,
-    bias: Tensor | Bias | None = ...,
-    softcap: float | None = ...,
-    sink: Tensor | None = ...,
-    return_stats: bool,
-    return_received: Literal[False] = ...,
-    group: object | None = ...,
-    score: Score | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, *rest: _Rest, return_stats: bool, **options: Unpack[_Attention]
 ) -> Tensor | tuple[Tensor, Stats]: ...
 @overload
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | Tensor | Policy | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    support: Support | None = ...,
-    bias: Tensor | Bias | None = ...,
-    softcap: float | None = ...,
-    sink: Tensor | None = ...,
-    return_stats: bool = ...,
-    return_received: Literal[True],
-    group: object | None = ...,
-    score: Score | None = ...,
-) -> tuple[Any, ...]: ...
-@overload
 def solve_scale(
-    query: Tensor,
-    key: Tensor,
-    *,
-    entropy: float | Tensor | None = ...,
-    width: float | Tensor | None = ...,
-    support: Support | None = ...,
-    bias: Tensor | None = ...,
-    grouped: bool = ...,
-    score: Score | None = ...,
-    return_reached: Literal[False] = ...,
+    query: Tensor, key: Tensor, *, return_reached: Literal[False] = ..., **options: Unpack[_SolveScale]
 ) -> Tensor: ...
 @overload
 def solve_scale(
-    query: Tensor,
-    key: Tensor,
-    *,
-    entropy: float | Tensor | None = ...,
-    width: float | Tensor | None = ...,
-    support: Support | None = ...,
-    bias: Tensor | None = ...,
-    grouped: bool = ...,
-    score: Score | None = ...,
-    return_reached: Literal[True],
+    query: Tensor, key: Tensor, *, return_reached: Literal[True], **options: Unpack[_SolveScale]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def solve_scale(
-    query: Tensor,
-    key: Tensor,
-    *,
-    entropy: float | Tensor | None = ...,
-    width: float | Tensor | None = ...,
-    support: Support | None = ...,
-    bias: Tensor | None = ...,
-    grouped: bool = ...,
-    score: Score | None = ...,
-    return_reached: bool,
+    query: Tensor, key: Tensor, *, return_reached: bool, **options: Unpack[_SolveScale]
 ) -> Tensor | tuple[Tensor, Tensor]: ...

@@ -24,7 +24,7 @@ from partita.precision import accumulation_dtype
 __all__ = ["fit_temperature"]
 
 _PASSES = 40
-_LIMIT = math.log(1e6)  # temperatures between 1e-6 and 1e6: beyond, the data ask for none or for all of it
+_LIMIT = math.log(1e6)  # temperatures between 1e-6 and 1e6: beyond, the data want none or all of it
 _STRIDE = math.log(10.0)
 _NATS = 3.0
 
@@ -48,15 +48,20 @@ def fit_temperature(
     tensor(4.3281)
     """
     _checks.check_float("query", query)
+    _checks.check_matrix("key", key)
+    _checks.check_pair(query, key)
     _checks.check_index_dtype("target", target)
+    _checks.check_device(("query", "target"), (query, target))
     _checks.check_whole("ignore_index", ignore_index)
     if query.dim() < 2 or tuple(target.shape) != tuple(query.shape[:-1]):
         raise ShapeError(
             f"query must be (..., n, dim) and target (..., n); got {_checks.shape_text(query)} and "
             f"{_checks.shape_text(target)}."
         )
-    if bias is not None and bias.shape[-1:] != key.shape[:1]:
-        raise ShapeError(f"bias must have one number per class, ({key.shape[0]},); got {_checks.shape_text(bias)}.")
+    if key.dim() != 2:
+        raise ShapeError(f"key must be a matrix (n_class, dim); got {_checks.shape_text(key)}.")
+    if bias is not None:
+        _checks.check_classwise("bias", bias, key.shape[0])
     given = (query.detach(), key.detach(), target, None if bias is None else bias.detach(), ignore_index)
     if torch.compiler.is_compiling():
         fitted: Tensor = torch.ops.partita.fit_temperature(*given)

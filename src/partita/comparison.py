@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.engine.divergences import KINDS, Record, both_sides
-from partita.engine.execute import divergence as rows_of
-from partita.engine.execute import weighted_divergence as weighted_sum
+from partita.engine.divergence import divergence as rows_of
+from partita.engine.divergence import weighted_divergence as weighted_sum
+from partita.engine.divergences import KINDS, Kind, Record, both_sides
 from partita.engine.request import Request
 from partita.engine.state import State, centre
 from partita.errors import DtypeError, ShapeError, ValueRangeError
@@ -17,8 +17,8 @@ from partita.gibbs import Gibbs
 __all__ = ["check_kind", "divergence", "score_divergence", "weighted_divergence"]
 
 
-def divergence(p: Gibbs, q: Gibbs, kind: str = "forward", *, beta: float = 0.5) -> Tensor:  # (..., n_query)
-    """How far q is from p, for every row; both have as many queries and as many keys, of any dim, scale and support.
+def divergence(p: Gibbs, q: Gibbs, kind: Kind = "forward", *, beta: float = 0.5) -> Tensor:  # (..., n_query)
+    """How far q is from p, for every row; both have the same numbers of queries and keys, of any dim, scale, support.
 
         forward         KL(p||q) = sum_j p_j (log p_j - log q_j)
         reverse         KL(q||p)
@@ -39,7 +39,7 @@ def divergence(p: Gibbs, q: Gibbs, kind: str = "forward", *, beta: float = 0.5) 
     return rows_of(*_pair(p, q), *check_kind(kind, beta))
 
 
-def weighted_divergence(p: Gibbs, q: Gibbs, weight: Tensor, kind: str = "forward", *, beta: float = 0.5) -> Tensor:
+def weighted_divergence(p: Gibbs, q: Gibbs, weight: Tensor, kind: Kind = "forward", *, beta: float = 0.5) -> Tensor:
     """sum_i weight_i divergence_i: a scalar, whose gradients a backend may make while it goes forward.
 
     >>> even = Gibbs(torch.zeros(2, 1), torch.zeros(4, 1))
@@ -56,7 +56,7 @@ def weighted_divergence(p: Gibbs, q: Gibbs, weight: Tensor, kind: str = "forward
     return weighted_sum(one, other, *named, weight.detach().to(one.dtype).expand(rows))
 
 
-def score_divergence(s: Tensor, t: Tensor, kind: str = "forward", *, beta: float = 0.5) -> Tensor:  # (..., n)
+def score_divergence(s: Tensor, t: Tensor, kind: Kind = "forward", *, beta: float = 0.5) -> Tensor:  # (..., n)
     """The same of explicit scores (..., n, K), dense as they are; -inf hides a key. Ordinary autograd.
 
     >>> score_divergence(torch.zeros(1, 2), torch.tensor([[0.0, -torch.inf]]), "hellinger")  # 1 - sqrt(1/2)
@@ -74,20 +74,20 @@ def score_divergence(s: Tensor, t: Tensor, kind: str = "forward", *, beta: float
     return torch.where(outside, found.detach(), found)
 
 
-def check_kind(kind: str, beta: float) -> tuple[str, float]:
+def check_kind(kind: Kind, beta: float) -> tuple[Kind, float]:
     """A kind that exists, and a beta strictly between 0 and 1."""
     if kind not in KINDS:
         raise ValueRangeError(f"unknown kind {kind!r} of divergence; known are {', '.join(KINDS)}.")
     if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0.0 < beta < 1.0:
         raise ValueRangeError(
-            f"beta must lie strictly between 0 and 1; got {beta!r}. At either end js is 0 for any p and q; its slopes "
+            f"beta must be strictly between 0 and 1; got {beta!r}. At either end js is 0 for any p and q; its slopes "
             f"there are kind='forward' and kind='reverse'."
         )
     return kind, float(beta)
 
 
 def _pair(p: Gibbs, q: Gibbs) -> tuple[Request, Request]:
-    """Both requests with as many batch dimensions, checked against each other."""
+    """Both requests with the same number of batch dimensions, checked against each other."""
     for name, given in (("p", p), ("q", q)):
         if not isinstance(given, Gibbs):
             raise DtypeError(f"{name} must be a Gibbs; got {type(given).__name__}. Make one: Gibbs(query, key).")
@@ -96,7 +96,7 @@ def _pair(p: Gibbs, q: Gibbs) -> tuple[Request, Request]:
         one, other = _ungrouped(p).request(), _ungrouped(q).request()
     if one.n_key != other.n_key or one.n_query != other.n_query:
         raise ShapeError(
-            f"p and q must have as many queries and as many keys; got {one.n_query} and {other.n_query} queries, "
+            f"p and q must have the same numbers of queries and keys; got {one.n_query} and {other.n_query} queries, "
             f"{one.n_key} and {other.n_key} keys."
         )
     if one.dtype != other.dtype:

@@ -39,7 +39,7 @@ class DeviceError(PartitaError, ValueError):
 
 
 class ValueRangeError(PartitaError, ValueError):
-    """A number lies outside its domain."""
+    """A number is outside its domain."""
 
 
 class TargetError(PartitaError, IndexError, ValueError):

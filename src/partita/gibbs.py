@@ -1,39 +1,78 @@
-"""Gibbs: the distribution over keys, kept as its ingredients, and everything that can be read off it."""
+"""Gibbs: the distribution over keys, kept as its ingredients, and everything that can be read off it.
+
+Passes over it are remembered until something they read has changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from partita._checks import check_rows, check_whole
+from partita._checks import (
+    broadcast,
+    check_float,
+    check_index_dtype,
+    check_kind,
+    check_pair,
+    check_rows,
+    check_whole,
+    has_values,
+    shape_text,
+)  # fmt: skip
 from partita.engine import State, Stats
 from partita.engine import explain as explain_request
 from partita.engine.axes import split_heads
-from partita.engine.execute import attention as plain_attention
-from partita.engine.execute import both_ways, sample, scores, top, weighted_nll
-from partita.engine.execute import gaps as count_gaps
-from partita.engine.execute import received as column_sums
-from partita.engine.request import extend
-from partita.engine.selection import chosen_scores
+from partita.engine.callable_score import Pairs, compared
+from partita.engine.dispatch import both_ways, execute, scores, weighted_nll
+from partita.engine.received import received as column_sums
+from partita.engine.request import Reads, Request, build
+from partita.engine.scans import chosen_scores, sample, top
+from partita.engine.scans import gaps as count_gaps
 from partita.engine.state import levels
 from partita.engine.sums import Sums
-from partita.errors import DtypeError, ValueRangeError
-from partita.passes import Passes, remember, remembered
+from partita.errors import DtypeError, ShapeError, TargetError, ValueRangeError
 from partita.precision import output_dtype
+from partita.scale import Policy, TargetEntropy
+from partita.score import InnerProduct, Score
+from partita.solve import as_mask, only_hides, solve_scale
+from partita.support import Support
+from partita.support.base import check_support
 
-__all__ = ["Gibbs", "explain", "plain_attention"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Gibbs", "explain", "sharper"]
+
+_IGNORED = -100  # a target that is none, as torch's cross entropy has it
 
 
-class Gibbs(Passes):
+class _Known(dict[str, tuple[tuple[object, ...], Sums]]):
+    """Finished passes by what they read; a class of its own because a plain dict cannot be referred to weakly."""
+
+    target: Tensor | None = None  # the one the "target" pass has read
+    request: tuple[tuple[object, ...], Request] | None = None
+    features: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
+    scale: float | Tensor = 1.0
+
+    def forget_after(self, node: Any) -> None:
+        """Once a backward has run through a pass its graph may be gone: the next read starts a new one."""
+        if node is not None:
+            own = weakref.ref(self)  # or the graph and this object would keep each other alive
+            node.register_prehook(lambda _: _forget(own))
+
+
+class Gibbs:
     """A distribution over keys for each query.
 
         p(j|i) = exp( softcap(scale_i * <query_i, key_j>) + bias_ij ) / Z_i        j in the support of i
 
     Nothing of size n_query * n_key is built, except by `probs`. The first read fills all row statistics; later reads of
     the same object share that pass and its graph. A tensor given here, or to the support, that is changed in place is
-    noticed by the next read; what torch keeps no version of is not: tensors made under `torch.inference_mode`, and
+    noticed by the next read; what has no version counter is not tracked: tensors made under `torch.inference_mode`, and
     writes through `.data`, NumPy or another process.
 
     >>> p = Gibbs(torch.zeros(2, 3), torch.zeros(5, 3))
@@ -48,8 +87,148 @@ class Gibbs(Passes):
         (..., q, k) of a tile of queries and a tile of keys. A module's parameters get their gradients.
     """
 
+    def __init__(
+        self,
+        query: Tensor,  # (..., n_query, dim)
+        key: Tensor,  # (..., n_key, dim)
+        *,
+        scale: float | Tensor | Policy | None = None,
+        bias: Tensor | None = None,
+        support: Support | None = None,
+        softcap: float | None = None,
+        grouped: bool = False,
+        cap_bias: bool = False,
+        score: Score | None = None,
+    ):
+        check_support(support)
+        _check_sharpens(query, bias, scale)
+        self.query = query
+        self.key = key
+        self.bias = bias
+        self.support = support
+        self.softcap = softcap
+        self.grouped = grouped
+        self.cap_bias = cap_bias
+        self.score = score
+        self._pairs = None if score is None or isinstance(score, InnerProduct) else Pairs.of(score)
+        self._given = 1.0 if scale is None else scale
+        self._known = _Known()
+        if self._pairs is not None and not torch.compiler.is_compiling():
+            self._pairs.check(self._build(1.0))
+        self.request()  # every mistake is reported here, before anything is computed
+
+    # ---- how sharp -------------------------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> float | Tensor:
+        """The scale of each row: a policy's answer, or what was given."""
+        self.request()
+        return self._known.scale
+
+    def _resolve(self, policy: Policy) -> Tensor:
+        unscaled = self._build(1.0)  # what else is wrong is said before a policy computes
+        if isinstance(policy, TargetEntropy):
+            if self.softcap is not None:
+                raise ValueRangeError("TargetEntropy takes no softcap: it solves for the scale of plain scores.")
+            if self.bias is not None and only_hides(self.bias):
+                self.support, self.bias = as_mask(self.bias, self.support), None
+            entropy = policy.target(_visible(self._build(1.0)))
+            given: Any = {"support": self.support, "bias": self.bias, "grouped": self.grouped, "score": self.score}
+            solved = solve_scale(self.query, self.key, entropy=entropy, **given)
+            assert isinstance(solved, Tensor)
+            return solved
+        return policy(_visible(unscaled), self.query.shape[-1], self.query)
+
+    # ---- the pass --------------------------------------------------------------------------------------------------
+
+    def _features(self) -> tuple[Tensor, Tensor]:
+        """What is compared: query and key, or what the score makes of both; made again like a pass."""
+        if not hasattr(self.score, "features"):
+            return self.query, self.key
+        check_pair(self.query, self.key, alike=False)
+        if torch.compiler.is_compiling():
+            return compared(self.score, self.query, self.key)
+        known = self._known.features
+        if known is None or known[0] != self._stamp():
+            made = compared(self.score, self.query, self.key)
+            self._known.features = known = self._stamp(), made
+            for x in made:
+                self._known.forget_after(x.grad_fn)
+        return known[1]
+
+    def _build(
+        self, scale: float | Tensor, value: Tensor | None = None, target: Tensor | None = None, **reads: Unpack[Reads]
+    ) -> Request:
+        query, key = (self.query, self.key) if self.score is None else self._features()
+        return build(
+            query, key, value, target, scale=scale, bias=self.bias, support=self.support, softcap=self.softcap,
+            cap_bias=self.cap_bias, grouped=self.grouped, pairs=self._pairs, **reads,
+        )  # fmt: skip
+
+    def request(self) -> Request:
+        """The request to the engine, without a value or a target; renewed like a pass."""
+        known = self._known.request
+        if known is not None and (torch.compiler.is_compiling() or known[0] == self._stamp()):
+            return known[1]
+        given = self._given
+        self._known.scale = self._resolve(given) if isinstance(given, Policy) else given
+        request = self._build(self._known.scale)
+        self._known.request = (() if torch.compiler.is_compiling() else self._stamp(), request)
+        return request
+
+    def _stamp(self, target: Tensor | None = None) -> tuple[object, ...]:
+        """What a cached pass depends on as well as this object: the grad mode, and whether a tensor was written to."""
+        modules = [x for x in (self._given, self.score) if isinstance(x, torch.nn.Module)]
+        learned = [p for x in modules for p in x.parameters()] if modules else []
+        bound = () if self.support is None or self.support.positional else self.support.tensors()
+        given = (self.query, self.key, self.bias, self._given, target, *learned, *bound)
+        versions = [t._version for t in given if isinstance(t, Tensor) and not t.is_inference()]
+        return torch.is_grad_enabled(), *versions
+
+    def reduce(self, value: Tensor | None = None, target: Tensor | None = None, **reads: Unpack[Reads]) -> Sums:
+        """The pass: sums of every row, and what a value or a target adds; remembered for later reads of the rows.
+
+        rank: how many keys score above the target.
+        statistics: the moments of the score; without them the state knows log Z alone.
+        variance: the second of them; without it the variance is nan, and a GPU saves a third of the arithmetic.
+        mean: E[value] in place of the moment it comes from.
+        argmax: the first key of the largest score.
+        """
+        ready = self.request()
+        request = self._build(self._known.scale, value, target, **reads)
+        sums = execute(request)
+        if not torch.compiler.is_compiling():
+            self._known.forget_after(sums.node)
+            # a value or a target may bring batch dimensions of its own
+            if (value is None and target is None) or request.batch == ready.batch:
+                if request.argmax:
+                    self._remember("argmax", sums)
+                if request.statistics and request.variance:
+                    self._remember("rows", sums)
+                    if target is not None:
+                        self._remember("target", sums, target)
+        return sums
+
+    def asking(self, value: Tensor | None = None, target: Tensor | None = None, **reads: Unpack[Reads]) -> Request:
+        """The request with a value or a target, and with what is read."""
+        self.request()  # the scale of a policy is found once
+        return self._build(self._known.scale, value, target, **reads)
+
+    def _remember(self, name: str, sums: Sums, target: Tensor | None = None) -> None:
+        """Keep a pass for `_remembered`, with the target it has read."""
+        self._known[name] = (self._stamp(target), sums)
+        if target is not None:
+            self._known.target = target
+
+    def _remembered(self, name: str, target: Tensor | None = None) -> Sums | None:
+        """The last pass of this name, unless something it read has changed since, or its graph is gone."""
+        last = self._known.get(name)
+        if last is None or (target is not None and self._known.target is not target):
+            return None
+        return last[1] if last[0] == self._stamp(target) else None
+
     def _pass(self) -> Sums:
-        found = remembered(self, "rows")
+        found = self._remembered("rows")
         return self.reduce() if found is None else found
 
     def _rows(self) -> State:
@@ -77,40 +256,21 @@ class Gibbs(Passes):
         """max_j score_j; has no gradient (`top(1)` has)."""
         return self._rows().max_score()
 
-    def min_score(self) -> Tensor:
-        """min_j score_j over the visible keys, +inf on an empty support; has no gradient."""
-        least = self._extremes().least
-        assert least is not None
-        return least
-
     def argmax(self) -> Tensor:  # (..., n_query) int64
         """The key of the largest score, the first of those that tie; -1 on an empty support.
 
         >>> Gibbs(torch.ones(1, 1), torch.tensor([[2.0], [3.0], [3.0], [1.0]])).argmax()
         tensor([1])
         """
-        return self._place(0)
-
-    def argmin(self) -> Tensor:  # (..., n_query) int64
-        """The key of the smallest score, the first of those that tie; -1 on an empty support."""
-        return self._place(1)
-
-    def _place(self, which: int) -> Tensor:
-        places = self._extremes().places
-        assert places is not None
-        return places[which]
-
-    def _extremes(self) -> Sums:
-        """The pass that knows both ends; where the rows are known already it leaves everything else out."""
-        for name in ("extremes", "rows"):
-            found = remembered(self, name)
-            if found is not None:
-                if found.places is None:
-                    with torch.no_grad():
-                        found = self.reduce(statistics=False, extremes=True)
-                    remember(self, "extremes", found)
-                return found
-        return self.reduce(extremes=True)
+        found = self._remembered("argmax") or self._remembered("rows")
+        if found is None:
+            found = self.reduce(argmax=True)
+        elif found.argmax is None:  # the rows are known: everything else is left out
+            with torch.no_grad():
+                found = self.reduce(statistics=False, argmax=True)
+            self._remember("argmax", found)
+        assert found.argmax is not None
+        return found.argmax
 
     def visible(self) -> Tensor:
         """Number of keys each query may see."""
@@ -135,6 +295,8 @@ class Gibbs(Passes):
 
         One pass over the values less than `state(value).expectation()`; statistics as for `state`.
         """
+        if value is None:
+            check_float("value", value)
         sums = self.reduce(value, statistics=statistics, mean=True)
         assert sums.mean is not None
         return sums.mean, sums.state
@@ -147,12 +309,14 @@ class Gibbs(Passes):
         return self._rows() if value is None else self.reduce(value, statistics=statistics).state
 
     def nll(self, target: Tensor) -> Tensor:  # (..., n_query)
-        """-log p(target|i) = log Z - score_target; +inf where the target is not visible.
+        """-log p(target|i) = log Z - score_target; +inf where the target is not visible, 0 where it is -100.
+
+        A target (..., n_query, K) names K keys per row and makes the scores K times; `token_stats` makes them once.
 
         >>> Gibbs(torch.zeros(1, 2), torch.zeros(10, 2)).nll(torch.tensor([3]))  # log 10
         tensor([2.3026])
         """
-        return self._at(target).nll()
+        return self._of_target(target, Sums.nll, 0)
 
     def weighted_nll(self, target: Tensor, weight: Tensor) -> Tensor:  # ()
         """sum_i weight_i * -log p(target_i|i): a scalar, whose gradients a backend may make while it goes forward.
@@ -161,9 +325,13 @@ class Gibbs(Passes):
         >>> uniform.weighted_nll(torch.tensor([3, 4]), torch.tensor([0.5, 0.5]))  # log 10
         tensor(2.3026)
         """
-        request = extend(self.request(), target=target, statistics=False)
-        if request is None:  # the target brings batch dimensions of its own
-            return (weight * self.reduce(target=target, statistics=False).nll()).sum()
+        if target is None:
+            check_index_dtype("target", target)
+        request = self.asking(target=target, statistics=False)
+        if not isinstance(weight, Tensor) or weight.shape != target.shape or weight.dtype != request.dtype:
+            rows = request.ungroup(request.scale.new_empty(()).expand(*request.batch, request.n_query))
+            check_rows("weight", weight, target.expand(broadcast(rows.shape, target.shape)), over="target")
+            weight = weight.to(request.dtype).expand(target.shape)
         return weighted_nll(request, weight)
 
     def both_ways_nll(self) -> tuple[Tensor, Tensor]:  # (n,), (n,)
@@ -176,10 +344,15 @@ class Gibbs(Passes):
         request = self.request()
         if request.terms or request.softcap is not None or request.scale.numel() > 1:
             raise ValueRangeError("both ways need one scale for all rows, no support and no softcap.")
+        if request.n_query != request.n_key:
+            raise ShapeError(
+                f"both ways need pairs, key i for query i, so the same number of both; "
+                f"got query {shape_text(self.query)} and key {shape_text(self.key)}."
+            )
         return both_ways(request)
 
     def received(self, weight: Tensor | None = None) -> Tensor:  # (..., n_key)
-        """What each key receives from all rows: the other margin, in two passes at most.
+        """What each key receives from all rows (column sums), in two passes at most.
 
             received_j = sum_i weight_i p(j|i)
 
@@ -208,17 +381,36 @@ class Gibbs(Passes):
 
     def target_rank(self, target: Tensor) -> Tensor:  # (..., n_query) int64
         """How many visible keys score higher than the target: 0 is the best."""
-        rank = self._at(target).rank
-        assert rank is not None
-        return rank
+        return self._of_target(target, _rank, -1)
+
+    def _of_target(self, target: Tensor, read: Callable[[Sums], Tensor], ignored: int) -> Tensor:
+        """What a pass with a target gives, for one or K keys per row; `ignored` where the target is -100."""
+        if (
+            isinstance(target, Tensor)
+            and target.dim() == self.query.dim()
+            and target.shape[:-1] == self.query.shape[:-1]
+        ):
+            return self._of_target(target.movedim(-1, 0), read, ignored).movedim(0, -1)
+        try:
+            if not isinstance(target, Tensor) or has_values(target):
+                return read(self._at(target))
+        except TargetError:
+            if not bool((target == _IGNORED).any()):
+                raise
+        blank = target == _IGNORED
+        return read(self._at(target.masked_fill(blank, 0))).masked_fill(blank, ignored)
 
     def _at(self, target: Tensor) -> Sums:
         """The pass that reads this target, its rank included; the last one is remembered."""
-        found = remembered(self, "target", target)
+        if target is None:
+            check_index_dtype("target", target)
+        found = self._remembered("target", target)
         return self.reduce(target=target, rank=True) if found is None else found
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:  # (..., n_query) int64
         """One key per query, drawn from p by the Gumbel-max rule while streaming; -1 on an empty support."""
+        if generator is not None:
+            check_kind("generator", generator, torch.Generator, "Make one: torch.Generator().manual_seed(0).")
         request = self.request()
         return request.ungroup(sample(request, generator))
 
@@ -230,8 +422,7 @@ class Gibbs(Passes):
         parameters = () if request.pairs is None else request.pairs.parameters
         given = (request.query, request.key, self.bias, self.scale, *parameters)
         if torch.is_grad_enabled() and [1 for t in given if isinstance(t, Tensor) and t.requires_grad]:
-            again = chosen_scores(request, index.clamp(min=0))
-            score = torch.where(index >= 0, again, score)
+            score = chosen_scores(request, index)
         return request.ungroup(score, 1), request.ungroup(index, 1)
 
     def top_log_prob(self, k: int) -> tuple[Tensor, Tensor]:  # (..., n_query, k) each
@@ -266,6 +457,40 @@ class Gibbs(Passes):
         p = (s - levels(s)[..., None]).exp()
         return (p.flatten(-4, -3) if request.groups > 1 else p).to(self.query.dtype)
 
+    def __repr__(self) -> str:
+        given: dict[str, object] = {"scale": self._given, "bias": self.bias, "support": self.support}
+        given |= {"softcap": self.softcap, "score": self.score}
+        more = "".join(
+            f", {name}={tuple(value.shape) if isinstance(value, Tensor) else value!r}"
+            for name, value in given.items()
+            if value is not None and not (name == "scale" and isinstance(value, float) and value == 1.0)
+        )
+        return f"Gibbs(query={tuple(self.query.shape)}, key={tuple(self.key.shape)}, dtype={self.query.dtype}{more})"
+
+
+def sharper(gibbs: Gibbs, factor: float) -> Gibbs:
+    """The distribution of all scores times a factor: p^factor, normalised again.
+
+    >>> sharper(Gibbs(torch.ones(1, 1), torch.tensor([[3.0], [1.0]]).log()), 2.0).probs()  # 9 to 1
+    tensor([[0.9000, 0.1000]])
+    """
+    return Gibbs(
+        gibbs.query,
+        gibbs.key,
+        scale=factor * gibbs.scale,
+        bias=None if gibbs.bias is None else factor * gibbs.bias,
+        support=gibbs.support,
+        softcap=None if gibbs.softcap is None else factor * gibbs.softcap,
+        grouped=gibbs.grouped,
+        cap_bias=gibbs.cap_bias,
+        score=gibbs.score,
+    )
+
+
+def _rank(sums: Sums) -> Tensor:
+    assert sums.rank is not None
+    return sums.rank
+
 
 class Explanation(str):
     """Text that is shown as it reads, at a prompt too."""
@@ -285,3 +510,25 @@ def explain(gibbs: Gibbs) -> Explanation:
     if not isinstance(gibbs, Gibbs):
         raise DtypeError(f"explain takes a Gibbs; got {type(gibbs).__name__}. Make one: explain(Gibbs(query, key)).")
     return Explanation(explain_request(gibbs.request()))
+
+
+def _visible(request: Request) -> Tensor:  # (*b, heads, Q), as the query has its heads
+    return request.ungroup(request.visible())
+
+
+def _check_sharpens(query: Tensor, bias: Tensor | None, scale: object) -> None:
+    """A scale multiplies <query, key> and not the bias: where all scores came as a bias it would do nothing."""
+    nothing = isinstance(query, Tensor) and query.dim() > 0 and query.shape[-1] == 0
+    if nothing and bias is not None and isinstance(scale, Policy):
+        raise ValueRangeError(
+            f"{scale!r} would do nothing: a scale multiplies the scores of query and key, which have no features here, "
+            f"and not the bias. Multiply the scores by policy(visible, dim)[..., None] before they are given as bias, "
+            f"or give what makes them as score=."
+        )
+
+
+def _forget(own: weakref.ref[_Known]) -> None:
+    known = own()
+    if known is not None:
+        known.clear()
+        known.request = known.target = known.features = None

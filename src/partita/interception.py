@@ -1,7 +1,7 @@
 """Foreign code on partita: inside `with replace_sdpa():` torch's attention is partita's.
 
-`Patch` is how anything of torch is exchanged here, and in `partita.monitor`: counted, owned, and gone when the last
-owner leaves, in whatever order and from whatever thread.
+Every attribute of torch that partita replaces, here and in `partita.monitor`, is replaced by a `Patch`: owners are
+counted, and the attribute is restored when the last one leaves, in any order and from any thread.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Wrapper:
     everywhere: for every thread, not only the one that made it. traced: also for code that torch.compile traces.
     """
 
-    def __init__(self, function: Callable[..., Any], *, everywhere: bool, traced: bool) -> None:
+    def __init__(self, function: Callable[..., Any], *, everywhere: bool = False, traced: bool = False) -> None:
         self.function, self.everywhere, self.traced = function, everywhere, traced
         self.thread = threading.get_ident()
 
 
 class _Installed:
-    """What stands in the patched place from the first owner to the last; afterwards it only passes on."""
+    """The function in the patched place, from the first owner to the last; afterwards it only calls the one found."""
 
     def __init__(self, found: Callable[..., Any]) -> None:
         self.found = found
@@ -50,26 +50,19 @@ class _Installed:
 
         @functools.wraps(found)
         def call(*args: Any, **kwargs: Any) -> Any:
+            inner = found
             if torch.compiler.is_compiling():  # no threads in a graph
-                inner = found
                 for function in self.traced:
                     inner = functools.partial(function, inner)
                 return inner(*args, **kwargs)
-            return self.chain()(*args, **kwargs)
+            here = threading.get_ident()
+            for own in (False, True):  # plain loops: torch.compile may trace this frame, and refuses generators
+                for wrapper in self.wrappers:
+                    if wrapper.thread == here if own else wrapper.everywhere and wrapper.thread != here:
+                        inner = functools.partial(wrapper.function, inner)
+            return inner(*args, **kwargs)
 
         self.call = call
-
-    def keep(self, wrappers: tuple[Wrapper, ...]) -> None:
-        self.wrappers, self.traced = wrappers, tuple(w.function for w in wrappers if w.traced)
-
-    def chain(self) -> Callable[..., Any]:
-        here = threading.get_ident()
-        chain = self.found
-        for own in (False, True):  # plain loops: torch.compile may look at this frame, and refuses generators
-            for wrapper in self.wrappers:
-                if wrapper.thread == here if own else wrapper.everywhere and wrapper.thread != here:
-                    chain = functools.partial(wrapper.function, chain)
-        return chain
 
 
 class Patch:
@@ -77,7 +70,7 @@ class Patch:
 
     The newest wrapper is called first, those of the calling thread before those of others, and the function that was
     found last. A wrapper is for its own thread, or for every one. When the last is removed the attribute is what it
-    was; should somebody else have replaced it meanwhile, theirs stays and calls us, and we only pass on.
+    was; should another library have replaced it meanwhile, its function stays and calls ours, which only passes on.
 
     >>> import types
     >>> place = types.SimpleNamespace(double=lambda x: 2 * x)
@@ -99,6 +92,11 @@ class Patch:
 
     def add(self, function: Callable[..., Any], *, everywhere: bool = False, traced: bool = False) -> Wrapper:
         wrapper = Wrapper(function, everywhere=everywhere, traced=traced)
+        self.put(wrapper)
+        return wrapper
+
+    def put(self, wrapper: Wrapper) -> None:
+        """Add a wrapper that exists already; each is put once at a time."""
         with self._lock:
             now = self._installed
             if now is None or not now.wrappers:
@@ -106,15 +104,19 @@ class Patch:
                 if now is None or now.found is not found:
                     now = self._installed = _Installed(found)
                 setattr(self.owner, self.name, now.call)
-            now.keep((*now.wrappers, wrapper))
-        return wrapper
+            now.wrappers = (*now.wrappers, wrapper)
+            if wrapper.traced:
+                now.traced = (*now.traced, wrapper.function)
 
     def remove(self, wrapper: Wrapper) -> None:
         with self._lock:
             now = self._installed
-            if now is None or not now.wrappers:
+            if now is None or wrapper not in now.wrappers:
                 return
-            now.keep(tuple(w for w in now.wrappers if w is not wrapper))
+            place = now.wrappers.index(wrapper)
+            now.wrappers = now.wrappers[:place] + now.wrappers[place + 1 :]
+            if wrapper.traced:
+                now.traced = tuple(w.function for w in now.wrappers if w.traced)
             if not now.wrappers and getattr(self.owner, self.name) is now.call:
                 setattr(self.owner, self.name, now.found)
 
@@ -127,11 +129,12 @@ class Patch:
         finally:
             self.remove(wrapper)
 
-    def each(self, look: Callable[[Callable[..., Any]], None]) -> None:
-        """Show what stands in the patched place, where something does."""
+    @property
+    def installed(self) -> Callable[..., Any] | None:
+        """The function in the patched place, while there are owners."""
         with self._lock:
-            if self._installed is not None and self._installed.wrappers:
-                look(self._installed.call)
+            now = self._installed
+            return now.call if now is not None and now.wrappers else None
 
     @contextmanager
     def lifted(self) -> Iterator[None]:

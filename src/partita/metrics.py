@@ -1,27 +1,32 @@
-"""What the statistics of a loss say about a classifier or a retriever, without ever holding its logits.
+"""Metrics of a classifier or a retriever from the statistics of a loss, without ever holding its logits.
 
     from the rank of the target           top-k accuracy (recall at k), mean reciprocal rank
     from confidence and correctness       expected calibration error
     from log Z at two scales              Brier score:  sum_j p_j^2 = exp( log Z(2s) - 2 log Z(s) )
     from the surprise                     perplexity
+    from the loss of n candidates         a lower bound on mutual information
 
 Rows that were ignored (rank -1) are left out everywhere.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from partita._checks import check_whole
+from partita._checks import check_float, check_index_dtype, check_kind, check_whole, number, require
 from partita.errors import ShapeError
-from partita.gibbs import Gibbs
+from partita.gibbs import Gibbs, sharper
 from partita.rows import LossStats
 
 __all__ = [
+    "InformationBound",
     "brier_score",
     "expected_calibration_error",
     "mean_reciprocal_rank",
+    "mutual_information_bound",
     "perplexity",
     "top_k_accuracy",
 ]
@@ -56,6 +61,8 @@ def perplexity(nll: Tensor | LossStats) -> Tensor:
     >>> perplexity(torch.tensor([2.0, 8.0]).log())  # sqrt(2 * 8)
     tensor(4.)
     """
+    if not isinstance(nll, LossStats):
+        check_float("nll", nll)
     if isinstance(nll, LossStats):
         return _mean(nll.nll, nll.target_rank >= 0).exp()
     return _mean(nll, torch.ones_like(nll, dtype=torch.bool)).exp()
@@ -75,7 +82,7 @@ def expected_calibration_error(
     if isinstance(confidence, LossStats):
         kept = confidence.target_rank >= 0
         sure, right = confidence.confidence, confidence.correct
-    elif correct is None or correct.shape != confidence.shape:
+    elif not isinstance(correct, Tensor) or not isinstance(confidence, Tensor) or correct.shape != confidence.shape:
         raise ShapeError("give a LossStats, or confidence and correct of one shape.")
     else:
         sure, right = confidence, correct
@@ -96,24 +103,65 @@ def brier_score(gibbs: Gibbs, target: Tensor) -> Tensor:  # (..., n_query)
     >>> brier_score(Gibbs(torch.zeros(1, 2), torch.zeros(2, 2)), torch.tensor([0]))  # 2 (1/2)^2
     tensor([0.5000])
     """
-    sharper = Gibbs(
-        gibbs.query,
-        gibbs.key,
-        scale=2 * gibbs.scale,
-        bias=None if gibbs.bias is None else 2 * gibbs.bias,
-        support=gibbs.support,
-        softcap=None if gibbs.softcap is None else 2 * gibbs.softcap,
-        grouped=gibbs.grouped,
-        cap_bias=gibbs.cap_bias,
-        score=gibbs.score,
-    )
+    check_kind("gibbs", gibbs, Gibbs, "Make one: brier_score(Gibbs(query, key), target).")
     nll = gibbs.nll(target)
-    twice = (sharper.log_partition() - 2 * gibbs.log_partition()).exp()
+    twice = (sharper(gibbs, 2.0).log_partition() - 2 * gibbs.log_partition()).exp()
     return (twice - 2 * (-nll).exp() + 1).clamp(min=0.0)
 
 
+@dataclass(frozen=True)
+class InformationBound:
+    """A lower bound on mutual information in nats, and what it could not have exceeded.
+
+    `slack` is cap - value; below half a nat the bound depends more on the number of candidates than on the data.
+    """
+
+    value: Tensor
+    cap: Tensor
+
+    @property
+    def slack(self) -> Tensor:
+        """How far below its cap the bound is, in nats; negative never."""
+        return self.cap - self.value
+
+    @property
+    def fraction(self) -> Tensor:
+        """value / cap: 1 is saturation; NaN when there is a single candidate."""
+        return self.value / self.cap.masked_fill(self.cap == 0, torch.nan)
+
+    @property
+    def saturated(self) -> Tensor:
+        """True where the slack is below half a nat."""
+        return self.slack < 0.5
+
+
+def mutual_information_bound(loss: float | Tensor, n: float | Tensor) -> InformationBound:
+    """What an InfoNCE loss with n candidates (one positive, n - 1 negatives) implies about mutual information.
+
+        I >= log n - E[loss],      never more than the cap log n
+
+    `loss` may hold many batch values: their mean is used, as the bound is true in expectation only, a single batch may
+    exceed I. Negatives must be independent draws from the marginal; with two views of each item only the cap is sure.
+    A negative value is a valid, empty bound. Spec: M-INC-2, M-RMK-5.
+    From van den Oord, Li and Vinyals (2018), Representation learning with contrastive predictive coding; Poole, Ozair,
+    van den Oord, Alemi and Tucker (2019), On variational bounds of mutual information.
+
+    >>> b = mutual_information_bound(0.25, 128)
+    >>> round(b.value.item(), 4), round(b.cap.item(), 4), b.saturated.item()  # log 128 - 0.25
+    (4.602, 4.852, True)
+    """
+    mean, n = number(loss).mean(), number(n)
+    require(n >= 1, f"n counts candidates, the positive included, so n >= 1; got {n}.")
+    require(~(mean < 0), f"an InfoNCE loss is -log of a probability, so it is not negative; got {mean}.")
+    cap = n.log().to(mean.dtype)
+    return InformationBound(cap - mean, cap)
+
+
 def _ranks(rank: Tensor | LossStats) -> Tensor:
-    return rank.target_rank if isinstance(rank, LossStats) else rank
+    if isinstance(rank, LossStats):
+        return rank.target_rank
+    check_index_dtype("rank", rank)
+    return rank
 
 
 def _mean(rows: Tensor, kept: Tensor) -> Tensor:

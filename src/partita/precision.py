@@ -9,23 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from partita.errors import DtypeError
+
 __all__ = [
     "accumulation_dtype",
     "autocasts",
+    "check_same_dtype",
     "finest",
     "log_of",
     "loss_dtype",
+    "lowered",
     "no_autocast",
     "output_dtype",
     "product",
 ]
 
-# Always there; of others torch is asked, which versions before 2.9 cannot trace.
+# Always there; for others torch is called, which versions before 2.9 cannot trace.
 _AUTOCASTING = frozenset(("cpu", "cuda", "mps", "xpu"))
+
+
+def lowered(tensor: Tensor) -> Tensor:
+    """Under autocast, products are taken in its dtype, as torch's own are."""
+    if isinstance(tensor, Tensor) and tensor.is_floating_point() and autocasts(tensor.device.type):
+        return tensor.to(output_dtype(tensor))
+    return tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -64,8 +76,17 @@ def autocasts(kind: str) -> bool:
     return known and torch.is_autocast_enabled(kind)
 
 
+def check_same_dtype(names: Sequence[str], one: Tensor, other: Tensor) -> None:
+    """Raise unless they share their dtype, or autocast gives them one."""
+    if one.dtype != other.dtype and not autocasts(one.device.type):
+        raise DtypeError(
+            f"{names[0]} and {names[1]} must share their dtype; got {one.dtype} and {other.dtype}. "
+            f"Convert one with .to(), or use torch.autocast."
+        )
+
+
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Autocast has lowered the operands when the request was built; the sums are not its business."""
+    """Autocast has lowered the operands when the request was built; the sums are not lowered."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if autocasts(kind) else contextlib.nullcontext()
 

@@ -2,8 +2,8 @@
 
     find scale_i  with  H(scale_i * s_i) = target_i            dH / d log(scale) = -Var[scale * s]
 
-Newton steps on log(scale) from streamed statistics, kept inside a bracket (M-SCL-10). Every row runs on its own; one
-pass serves all rows. The derivative is that of the implicit function, so no iteration is differentiated.
+Newton steps on log(scale) from streamed statistics, kept inside a bracket (M-SCL-10); one pass serves all rows. The
+derivative is that of the implicit function, so no iteration is differentiated.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, library
 
 from partita import _checks
 from partita.engine import State
-from partita.engine.execute import execute
-from partita.engine.pairs import Pairs
-from partita.engine.request import Request, build
+from partita.engine.axes import is_mapped, mapped_first
+from partita.engine.callable_score import Pairs, compared
+from partita.engine.dispatch import execute
+from partita.engine.request import Bare, Request, build
+from partita.engine.second import differentiable, gradient
 from partita.engine.terms import pack, unpack
 from partita.errors import ShapeError, ValueRangeError
 from partita.precision import product
@@ -54,13 +57,12 @@ def solve_scale(
     A target above log(visible) gives scale 0; one below the entropy of the tied maxima gives a large finite cap; both
     without gradient.
 
-    With a bias, which no scale multiplies, the entropy is not monotone in the scale: it may pass the target several
-    times, or never (M-DER-4). Then the smallest scale at which it does is looked for, from 0 on in steps of a factor
-    1.7; where there is none, that of the nearest entropy seen is given, without gradient. A bias of 0 and -inf only
-    hides keys. Inside a graph no other is taken.
+    With a bias, which no scale multiplies, the entropy is not monotone in the scale and may reach the target several
+    times, or never (M-DER-4). The smallest such scale is searched from 0 on in steps of a factor 1.7; without one, the
+    scale of the nearest entropy is returned, without gradient. A bias of 0 and -inf is a mask; a graph takes no other.
 
     score: as for `Gibbs`.
-    return_reached: also give which rows have their target, (..., n_query) boolean.
+    return_reached: also return which rows have their target, (..., n_query) boolean.
 
     >>> s = solve_scale(torch.ones(1, 1), torch.tensor([[1.0], [0.0]]), entropy=0.5623)  # p = (3/4, 1/4): log 3
     >>> round(s.item(), 2)
@@ -69,11 +71,11 @@ def solve_scale(
     if (entropy is None) == (width is None):
         raise ValueRangeError("give exactly one of entropy (nats) and width (keys).")
     check_support(support)
+    if bias is not None:
+        _checks.check_float("bias", bias)
     if bias is not None and only_hides(bias):
         support, bias = as_mask(bias, support), None
-    prepare = getattr(score, "features", None)
-    if prepare is not None:
-        query, key = prepare(query, key)
+    query, key = compared(score, query, key)
     pairs = None if score is None or isinstance(score, InnerProduct) else Pairs.of(score)
     rows = build(query, key, support=support, grouped=grouped, pairs=pairs, bias=bias)
     if pairs is not None:
@@ -82,36 +84,81 @@ def solve_scale(
         pairs.check(rows)
     count = rows.visible()
     target = _target(entropy, width, rows.ungroup(count)).reshape(count.shape)
-    split = replace(rows, groups=1)  # the heads of grouped queries stay apart, as the count has them
+    split = replace(rows, groups=1)  # the heads of grouped queries stay separate, as in the count
     still = None if split.bias is None else split.bias.detach()
     quiet = replace(split, query=split.query.detach(), key=split.key.detach(), bias=still)
     solved, reached = _solve(quiet, target.detach(), count)
     given = (query, key, target, *(() if pairs is None else pairs.parameters), *(() if bias is None else (bias,)))
     if torch.is_grad_enabled() and [t for t in given if t.requires_grad]:
-        state = _at(split, solved)
-        if bias is None:
-            slope = (state.score_variance() / solved.clamp(min=torch.finfo(solved.dtype).tiny)).detach()
+        if torch.compiler.is_compiling():  # a compiled graph has no second derivative
+            solved = _followed(split, solved, reached, target)
         else:
-            slope = _slope(quiet, solved)
-        miss = state.entropy() - target
-        step = (miss - miss.detach()) / torch.where(reached, slope, torch.ones_like(slope))
-        solved = solved + torch.where(reached, step, torch.zeros_like(step))
+            solved = _Solved.apply(split.bare(), solved, reached, target, *split.tensors())  # type: ignore[no-untyped-call]
     found = rows.ungroup(solved)
     return (found, rows.ungroup(reached)) if return_reached else found
 
 
 def only_hides(bias: Tensor) -> bool:
-    """Whether a bias is a mask, of 0 and -inf; inside a graph that is found out when it runs."""
-    if torch.compiler.is_compiling() or not _checks.has_values(bias):
+    """Whether a bias is a mask, of 0 and -inf; a graph checks it when it runs."""
+    if torch.compiler.is_compiling() or not _checks.concrete(bias):
         return True
     return bool(((bias == 0) | (bias == -torch.inf)).all())
 
 
+def _followed(rows: Request, solved: Tensor, reached: Tensor, target: Tensor, order: int = 1) -> Tensor:
+    """The solved scale with `order` derivatives: Newton steps of length 0, with a constant slope, that torch
+    differentiates."""
+    slope = None
+    for _ in range(order):
+        state = _at(rows, solved)
+        if slope is None and rows.bias is None:
+            slope = (state.score_variance() / solved.clamp(min=torch.finfo(solved.dtype).tiny)).detach()
+        elif slope is None:
+            slope = _slope(rows, solved)
+        miss = state.entropy() - target
+        step = (miss - miss.detach()) / torch.where(reached, slope, torch.ones_like(slope))
+        solved = solved + torch.where(reached, step, torch.zeros_like(step))
+    return solved
+
+
+class _Solved(torch.autograd.Function):
+    """The solved scale; its gradient is that of one step, its second derivative that of two."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Bare, solved: Tensor, reached: Tensor, *operands: Tensor | None) -> Tensor:
+        return solved.view_as(solved)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.rows, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        solved, reached, *operands = ctx.saved_tensors
+        needs, rows = ctx.needs_input_grad[3:], ctx.rows
+
+        def first(g: Tensor, solved: Tensor, reached: Tensor, *given: Tensor | None) -> list[Tensor]:
+            def once(target: Tensor, *own: Tensor | None) -> Tensor:
+                return _followed(rows.over(own), solved, reached, target)
+
+            return gradient(once, needs, g, given)
+
+        def again(target: Tensor, *own: Tensor | None) -> Tensor:
+            return _followed(rows.over(own), solved, reached, target, order=2)
+
+        found = iter(differentiable(first, again, needs, g, (solved, reached), operands))
+        return (None, None, None, *(next(found) if needed else None for needed in needs))
+
+
 def _slope(rows: Request, scale: Tensor) -> Tensor:
-    """-dH / d scale of each row, where a bias is there: Cov[z, s] and no variance."""
-    with torch.enable_grad():
-        at = scale.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(_at(rows, at).entropy().sum(), at)
+    """-dH / d scale of each row with a bias: Cov[z, s] instead of a variance."""
+    given = {name: getattr(rows, name) for name in ("query", "key", "bias")}
+    rows = replace(rows, **{name: x.detach() for name, x in given.items() if x is not None})
+    at = scale.detach()
+    (grad,) = gradient(lambda at: _at(rows, at).entropy(), (True,), torch.ones_like(at), (at,))
     return -grad
 
 
@@ -122,7 +169,7 @@ def as_mask(bias: Tensor, support: Support | None) -> Support:
 
 
 def _shown(bias: Tensor) -> Tensor:
-    if _checks.has_values(bias) and only_hides(bias):
+    if _checks.concrete(bias) and only_hides(bias):
         return bias == 0
     raise ValueRangeError(
         "with a bias the entropy is not monotone in the scale, so no scale is solved for inside a graph; "
@@ -131,6 +178,9 @@ def _shown(bias: Tensor) -> Tensor:
 
 
 def _target(entropy: float | Tensor | None, width: float | Tensor | None, n: Tensor) -> Tensor:
+    for name, number in (("entropy", entropy), ("width", width)):
+        if number is not None and not isinstance(number, Tensor):
+            _checks.check_number(name, number)
     given = torch.as_tensor(entropy if width is None else width, dtype=n.dtype, device=n.device)
     least, limit = (0, "entropy must not be negative") if width is None else (1, "width must be at least 1 key")
     _check_least(given, least, limit)
@@ -146,7 +196,7 @@ def _check_least(given: Tensor, least: float, limit: str) -> None:
 
 
 def _score_deviation(rows: Request, n: Tensor) -> Tensor:
-    """Standard deviation of each row's scores over all keys, from the keys' covariance: only a starting point."""
+    """Standard deviation of each row's scores over all keys, from the keys' covariance: a starting point."""
     if rows.pairs is not None:  # at a small scale all keys weigh the same
         found = (_at(rows, torch.full_like(n, _SMALL)).score_variance().sqrt() / _SMALL).nan_to_num(1.0, 1.0, 1.0)
         return torch.where(found > 0, found, torch.ones_like(found))
@@ -169,8 +219,14 @@ def _at(rows: Request, scale: Tensor) -> State:
 
 
 def _solve(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale of every row, and whether its target is within reach; a graph sees one operator, not the search."""
-    if torch.compiler.is_compiling():
+    """The scale of every row, and whether its target is within reach; one operator in a graph."""
+    mapped = [1 for x in (rows.query, rows.key, target, n) if is_mapped(x)]
+    if mapped and rows.pairs is not None:
+        raise ValueRangeError(
+            "under vmap a scale is solved for scores that are inner products, no others; give the whole batch at once, "
+            "without vmap."
+        )
+    if torch.compiler.is_compiling() or mapped:
         support, layout = pack(rows.terms)
         scale, reached = torch.ops.partita.solve_scale(rows.query, rows.key, support, layout, target, n)
         return scale, reached
@@ -180,7 +236,7 @@ def _solve(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _search_with_bias(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest scale found at which the entropy passes the target, and whether there is one, row by row."""
+    """For each row the smallest scale found at which the entropy crosses the target, and whether there is one."""
     sigma = _score_deviation(rows, n)
     tolerance = 1e-10 if n.dtype == torch.float64 else 2e-6
 
@@ -224,7 +280,7 @@ def _search(rows: Request, target: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     """Safeguarded Newton on log(scale); returns the scale and whether the target is within reach."""
     sigma = _score_deviation(rows, n)
     ceiling = n.clamp(min=1).log()
-    # a target within rounding of log n asks for no sharpness at all
+    # a target within rounding of log n needs no sharpness at all
     flat = target >= ceiling - 4 * torch.finfo(n.dtype).eps * ceiling
     tolerance = 1e-10 if n.dtype == torch.float64 else 2e-6
     cap = (_REACH / sigma).log()
@@ -274,6 +330,20 @@ def _(
     rows = Request(query, key, None, torch.ones_like(n), None, None, unpack(support, layout), None)
     with torch.no_grad():
         return _search(rows, target, n)
+
+
+def _mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """vmap: one more batch dimension, in front."""
+    query, key, support, layout, target, n = arguments
+    query, key, target, n = (
+        mapped_first(t, d, info.batch_size)
+        for t, d in zip((query, key, target, n), (*in_dims[:2], *in_dims[4:]), strict=True)
+    )
+    support = [mapped_first(t, d) for t, d in zip(support, in_dims[2], strict=True)]
+    return torch.ops.partita.solve_scale(query, key, support, layout, target, n), (0, 0)
+
+
+library.register_vmap("partita::solve_scale", _mapped)
 
 
 @library.register_fake("partita::solve_scale")  # type: ignore[untyped-decorator]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import partita
 from partita import nn, scale
-from partita.errors import ShapeError, ValueRangeError
+from partita.errors import ValueRangeError
 
 
 def entropy_at(scores, level):
@@ -83,10 +87,62 @@ def test_rows_without_a_choice_do_not_steer():
     stats = partita.Gibbs(q, q, support=partita.support.window(0, 0)).stats()
     control.observe(stats)
     assert control.log_scale.item() == 0.0
-    with pytest.raises(ValueRangeError, match="exactly one"):
-        nn.TemperatureController(1)
-    with pytest.raises(ShapeError, match="heads"):
-        nn.TemperatureController(3, entropy=0.5).observe(stats)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    log_scale=st.lists(st.floats(-3, 3, width=32), min_size=2, max_size=2),
+    dim=st.integers(0, 70),
+    n=st.integers(0, 1000),
+    kind=st.sampled_from([int, torch.int64, torch.float32, torch.float64]),
+    wide=st.booleans(),
+)
+def test_the_scale_is_that_of_its_formula_in_the_precision_of_the_rows(log_scale, dim, n, kind, wide):
+    control = nn.TemperatureController(2, entropy=1.0)
+    control.log_scale.copy_(torch.tensor(log_scale))
+    visible = n if kind is int else torch.full((5,), n, dtype=kind)
+    query = torch.zeros(2, 5, dim, dtype=torch.float64) if wide else None
+    found = control(visible, dim, query)
+    counted = torch.float64 if kind is int or (wide and kind is torch.int64) else torch.float32
+    assert found.dtype == (torch.float64 if kind is torch.float64 else counted)
+    expected = torch.tensor([math.exp(x) / math.sqrt(max(dim, 1)) for x in log_scale], dtype=torch.float64)
+    # an exponential to two units in the last place, one division
+    eps = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), expected[:, None].expand(found.shape), rtol=3 * eps, atol=0)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_layer_of_float64_is_scaled_in_float64(dim):
+    """Against scores written out, at a scale that float32 does not hold; no features give a uniform mean."""
+    control = nn.TemperatureController(1, entropy=1.0)
+    control.log_scale.fill_(0.7)
+    q, k, v = (torch.randn(1, 1, 6, d, dtype=torch.float64) for d in (dim, dim, 3))
+    weight = (math.exp(control.log_scale.item()) / max(dim, 1) ** 0.5 * (q @ k.mT)).softmax(-1)
+    torch.testing.assert_close(partita.attention(q, k, v, scale=control), weight @ v, rtol=1e-12, atol=1e-14)
+
+
+GOOD = {"entropy": 0.5}
+NOT_NUMBERS = [math.nan, math.inf, -math.inf, "much", None, (1.0,), (0.1, 0.2, 0.3), (0.5, math.nan), (0.5, "much")]
+BAD = [
+    *({"entropy": x} for x in [*NOT_NUMBERS, -0.1, (0.5, 0.4), (-0.1, 0.4)]),
+    *({"fraction": x} for x in [*NOT_NUMBERS, -0.1, (0.5, 0.4), (-0.1, 0.4), 1.5, (0.5, 1.01)]),
+    *(GOOD | {"limits": x} for x in [*NOT_NUMBERS, (2, 1), (0, 1), (-1, 1), 0.0]),
+    *(GOOD | {name: x} for name in ("gain", "max_step") for x in (0, -1.0, math.nan, math.inf, "much", None)),
+    *(GOOD | {"heads": x} for x in (0, -1, 1.5, True, "two", None)),
+]
+
+
+@pytest.mark.parametrize("options", BAD, ids=str)
+def test_numbers_outside_their_domain_are_refused_at_once(options):
+    with pytest.raises(ValueRangeError, match=r"got|exactly one"):
+        nn.TemperatureController(**{"heads": 2, **options})
+
+
+def test_numbers_at_the_ends_of_their_domains_are_taken():
+    for options in ({"fraction": 1.0}, {"fraction": (0.0, 1.0)}, {"entropy": 0.0}, GOOD | {"limits": (1.0, 1.0)}):
+        control = nn.TemperatureController(2, **options)
+        control.observe(partita.Gibbs(torch.randn(2, 4, 3), torch.randn(2, 4, 3)).stats())
+        assert control.log_scale.isfinite().all()
 
 
 # ---- QK-clip ---------------------------------------------------------------------------------------------------------
@@ -108,10 +164,3 @@ def test_clipped_heads_meet_the_limit_and_others_are_untouched(options):
     torch.testing.assert_close(after.max_score.amax((0, 2)), torch.minimum(top, torch.full_like(top, tau)))
     torch.testing.assert_close(after.mean_score.isfinite(), torch.ones_like(after.mean_score, dtype=torch.bool))
     assert (factor[top <= tau] == 1).all() and (factor[top > tau] < 1).all()
-
-
-def test_clip_refuses_what_it_cannot_shrink():
-    with pytest.raises(ValueRangeError, match="qk_norm"):
-        nn.qk_clip_(nn.MultiheadAttention(8, 2, qk_norm=True), torch.ones(2))
-    with pytest.raises(ShapeError, match="heads"):
-        nn.qk_clip_(nn.MultiheadAttention(8, 2), torch.ones(3))

@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import partita
-from partita import support
-from partita.attn import rows
+from partita import recompute, support
 from partita.scale import LogLength
-
-
-def make(n=7, m=9, d=4, batch=(2, 3)):
-    shapes = (n, m, m)
-    return tuple(torch.randn(*batch, s, d, dtype=torch.float64, requires_grad=True) for s in shapes)
+from tests.attention.operands import assert_same, make
 
 
 def implied_mask(q, k, p, seed, **options):
     """With the identity as value, the output is the dropped weight matrix itself."""
     torch.manual_seed(seed)
     eye = torch.eye(k.shape[-2], dtype=q.dtype).expand(*k.shape[:-2], -1, -1)
-    weights = partita.attention(q, k, eye, dropout_p=p, **options)
-    return weights
+    return partita.attention(q, k, eye, dropout_p=p, **options)
 
 
-@pytest.mark.parametrize("cells", [1 << 22, 1])
-def test_gradients_are_those_of_the_mask_that_was_drawn(cells, monkeypatch):
+def test_gradients_are_those_of_the_mask_that_was_drawn(blocked):
     """Also when rows come in blocks, each with its mask remade in the backward pass."""
-    monkeypatch.setattr(rows, "_CELLS", cells)
-    monkeypatch.setattr(rows, "_FEWEST", 2)
     q, k, v = make()
     p = 0.4
     keep = implied_mask(q, k, p, 3).detach() > 0
     torch.manual_seed(3)
     got = partita.attention(q, k, v, dropout_p=p)
     weights = (q @ k.mT / 2).softmax(-1) * keep / (1 - p)
-    want = weights @ v
-    torch.testing.assert_close(got, want)
-    upstream = torch.randn_like(want)
-    for a, b in zip(
-        *(torch.autograd.grad(x, (q, k, v), upstream, retain_graph=True) for x in (got, want)), strict=True
-    ):
-        torch.testing.assert_close(a, b)
+    assert_same(got, weights @ v, (q, k, v))
 
 
 def test_kept_weights_are_a_share_of_one_minus_p_and_independent(monkeypatch):
     """Within a block of rows and between blocks, which have seeds of their own."""
-    monkeypatch.setattr(rows, "_CELLS", 1)
-    monkeypatch.setattr(rows, "_FEWEST", 16)
+    monkeypatch.setattr(recompute, "_CELLS", 1)
+    monkeypatch.setattr(recompute, "_FEWEST", 16)
     q, k, _ = make(64, 128, 4, (4,))
     for p in (0.1, 0.5, 0.9):
         keep = (implied_mask(q, k, p, 5) > 0).double()
@@ -77,11 +61,8 @@ def test_statistics_are_those_before_dropout():
         torch.testing.assert_close(a, b, msg=name)
 
 
-@pytest.mark.parametrize("cells", [1 << 22, 1])
-def test_dropout_meets_every_other_option(cells, monkeypatch):
+def test_dropout_meets_every_other_option(blocked):
     """Grouped queries, supports with a hole, a policy, a sink and a bias, in one block or many."""
-    monkeypatch.setattr(rows, "_CELLS", cells)
-    monkeypatch.setattr(rows, "_FEWEST", 2)
     q = torch.randn(2, 4, 9, 4, dtype=torch.float64)
     k = torch.randn(2, 2, 9, 4, dtype=torch.float64)
     v = torch.eye(9, dtype=torch.float64).expand(2, 2, 9, 9)
@@ -107,7 +88,7 @@ def test_the_ends_of_the_range():
 
 def test_dropout_never_holds_the_whole_mask():
     """Neither the booleans of 2048 x 4096 x 4 pairs (32 MB) nor their scores (128 MB in float32) exist at once."""
-    parts = rows.blocks(2048, 4096, (4,))
+    parts = recompute.row_blocks(2048, 4096, (4,))
     assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
     assert (parts[0].start, parts[-1].stop) == (0, 2048)
     assert max((part.stop - part.start) * 4096 * 4 for part in parts) <= 1 << 22

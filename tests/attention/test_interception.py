@@ -1,4 +1,4 @@
-"""replace_sdpa: every caller is served inside the block, nobody outside."""
+"""replace_sdpa: every caller is served inside the block, none outside."""
 
 from __future__ import annotations
 

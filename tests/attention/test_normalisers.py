@@ -8,29 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import partita
-from partita.attn import LinearState, WeightStats, l1_attention, linear_attention, rows, sigmoid_attention
-from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.attn import LinearState, WeightStats, l1_attention, linear_attention, sigmoid_attention
 from partita.scale import LogLength
 from partita.score import Additive
-
-
-def make(n=7, m=9, d=4, batch=(2, 3)):
-    return tuple(torch.randn(*batch, s, d, dtype=torch.float64, requires_grad=True) for s in (n, m, m))
-
-
-@pytest.fixture(params=["one block", "many blocks"])
-def blocked(request, monkeypatch):
-    if request.param == "many blocks":
-        monkeypatch.setattr(rows, "_CELLS", 1)
-        monkeypatch.setattr(rows, "_FEWEST", 3)
-
-
-def assert_same(got, want, leaves):
-    torch.testing.assert_close(got, want)
-    upstream = torch.randn_like(want)
-    ours, theirs = (torch.autograd.grad(x, leaves, upstream, retain_graph=True) for x in (got, want))
-    torch.testing.assert_close(ours, theirs)
+from tests.attention.operands import assert_same, make
 
 
 def assert_statistics(stats, weight, keep):
@@ -188,50 +169,7 @@ def test_half_is_summed_in_float32():
     assert float((got.double() - want).abs().max()) <= 2.0**-8 * float(v.abs().max())  # the output is rounded once
 
 
-def test_mistakes_are_named():
-    q, k, v = (x.detach() for x in make())
-    with pytest.raises(ShapeError, match="as many queries as keys"):
-        linear_attention(q, k, v, is_causal=True)
-    with pytest.raises(ShapeError, match="one entry per key"):
-        linear_attention(q, k, v, key_mask=torch.ones(7, dtype=torch.bool))
-    with pytest.raises(DtypeError, match="key_mask"):
-        linear_attention(q, k, v, key_mask=torch.ones(9))
-    for call in (sigmoid_attention, l1_attention, linear_attention):
-        with pytest.raises(ShapeError, match="one row per key"):
-            call(q, k, v[..., 1:, :])
-    with pytest.raises(ValueRangeError, match="chunk"):
-        linear_attention(q, k, v, chunk=0)
-
-
-def test_what_a_form_does_not_know_is_not_passed_over():
-    q, k, v = (x.detach() for x in make())
-    for call in (sigmoid_attention, l1_attention, partita.attn.hard_attention):
-        for name in ("sink", "dropout_p", "suport"):
-            with pytest.raises(TypeError, match=f"{name} is no option.*is_causal"):
-                call(q, k, v, **{name: torch.zeros(3)})
-    linear_attention(q, k, v, attn_mask=None, scale=None, enable_gqa=False)  # the same call, with nothing in it
-    for name, given in (
-        ("scale", 2.0),
-        ("attn_mask", torch.ones(7, 9, dtype=torch.bool)),
-        ("score", Additive(4, 4, 5)),
-    ):
-        with pytest.raises(ValueRangeError, match=f"takes no {name}"):
-            linear_attention(q, k, v, **{name: given})
-    with pytest.raises(TypeError, match="'sacle'"):
-        linear_attention(q, k, v, sacle=2.0)
-    with pytest.raises(ShapeError, match="4 heads and key 2"):
-        linear_attention(q[:1, :1].expand(1, 4, 7, 4), k[:1, :2], v[:1, :2])
-    _, state = linear_attention(q, k, v, return_state=True)
-    with pytest.raises(ValueRangeError, match="return_stats needs all keys"):
-        linear_attention(q, k, v, state=state, return_stats=True)
-
-
-def test_an_offset_is_a_number_or_one_per_head_or_row():
-    q, k, v = (x.detach() for x in make())
-    with pytest.raises(ShapeError, match="offset must be one score per head"):
-        sigmoid_attention(q, k, v, offset=torch.zeros(5))
-    with pytest.raises(DtypeError, match="offset"):
-        sigmoid_attention(q, k, v, offset=torch.zeros(3, dtype=torch.int64))
-    for given in ("a", math.nan):
-        with pytest.raises(ValueRangeError, match="offset must be a finite number"):
-            sigmoid_attention(q, k, v, offset=given)
+def test_linear_attention_takes_the_same_call_with_nothing_in_it():
+    q, k, v = make(grad=False)
+    found = linear_attention(q, k, v, attn_mask=None, scale=None, enable_gqa=False)
+    assert torch.equal(found, linear_attention(q, k, v))

@@ -15,14 +15,14 @@ from partita.attn import (
     Interpolated,
     NoPositions,
     PartialRotary,
-    Positions,
     Rotary,
     YaRN,
     attention,
     rotary,
     rotary_attention,
 )
-from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.errors import ValueRangeError
+from tests.attention.operands import assert_same
 
 SETTINGS = [Rotary(), NTK(4.0), Interpolated(4.0), YaRN(4.0, 32), PartialRotary(0.5), NoPositions()]
 
@@ -71,12 +71,8 @@ def test_clipped_distances_are_those_of_dense_scores(reach, causal, inner):
     out, stats = rotary_attention(*tensors, positions, is_causal=causal, return_stats=True)
     keep = torch.ones(13, 13, dtype=torch.bool)
     want, log_z = dense(*tensors, positions, where, 8**-0.5, keep.tril() if causal else keep)
-    torch.testing.assert_close(out, want)
+    assert_same(out, want, tensors)
     torch.testing.assert_close(stats.log_partition, log_z)
-    for a, b in zip(
-        *(torch.autograd.grad(x.sin().sum(), tensors, retain_graph=True) for x in (out, want)), strict=True
-    ):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("where", [9, torch.arange(9, 13), torch.tensor([[[9, 10, 11, 12]], [[7, 8, 9, 10]]])], ids=str)
@@ -159,33 +155,6 @@ def test_plain_rotary_is_what_it_was():
     torch.testing.assert_close(Rotary(base=77.0).turn(q), rotary(q, base=77.0))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: NTK(0.0), "factor"),
-        (lambda: YaRN(2.0, 1), "trained"),
-        (lambda: YaRN(2.0, 64, fast=1.0), "fast must be above slow"),
-        (lambda: PartialRotary(1.5), "share"),
-        (lambda: Clipped(-1), "reach"),
-        (lambda: Clipped(3, Clipped(2)), "inner"),
-        (lambda: Rotary(base=1.0), "base"),
-        (lambda: rotary_attention(*given(1), Clipped(2), scale=scale.TargetEntropy(entropy=1.0)), "TargetEntropy"),
-    ],
-)
-def test_mistakes_are_told(make, message):
-    with pytest.raises(ValueRangeError, match=message):
-        make()
-
-
-def test_what_is_no_setting_is_told():
-    with pytest.raises(DtypeError, match="must be a setting"):
-        rotary_attention(*given(1), 64)
-    with pytest.raises(ShapeError, match="where"):
-        rotary_attention(*given(1), Clipped(2), where=torch.arange(5))
-    with pytest.raises(TypeError, match="abstract"):
-        Positions().frequencies(4)
-
-
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_a_module_takes_any_setting_and_tells_its_weights(kv_heads):
     torch.manual_seed(0)
@@ -218,8 +187,6 @@ def test_policies_of_models_in_use():
     assert scale.YarnTemperature(8.0)(9, 64).item() * 8 == pytest.approx(YaRN(8.0, 64).amplitude ** 2, rel=1e-12)
     assert scale.YarnTemperature(0.5)(9, 64).item() == scale.InverseSqrt()(9, 64).item() == 0.125
     assert scale.InverseSqrt(2.0)(9, 64).item() == 0.25
-    with pytest.raises(ValueRangeError, match="floor_scale"):
-        scale.Llama4Temperature(0)
 
 
 def test_a_setting_reads_as_it_is_typed():

@@ -18,14 +18,7 @@ from tests.surface import Given
 
 # Sizes that change are unlike any other: of two that are equal torch.compile believes that they always are.
 SIZES = {**surface.SIZES, "batch": 20, "n_query": 11, "n_key": 13, "rows": 9, "classes": 10}
-OTHER = {
-    **SIZES,
-    "batch": 24,
-    "n_query": 15,
-    "n_key": 17,
-    "rows": 14,
-    "classes": 19,
-}  # another batch, length, vocabulary
+OTHER = {**SIZES, "batch": 24, "n_query": 15, "n_key": 17, "rows": 14, "classes": 19}
 # Two ways to the same number: a few dozen terms added in another order. Half dtypes are rounded once more, at the end.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 

@@ -29,10 +29,7 @@ def lowered(function: Callable[..., Any], *given: torch.Tensor) -> Any:
 
 # ---- the distribution ------------------------------------------------------------------------------------------------
 
-for read in ("received", "argmax", "argmin", "min_score"):
-    row(f"Gibbs.{read}", lambda g, read=read: getattr(g.gibbs(), read)())
 row("Gibbs.gaps, edges in a tensor", lambda g: g.gibbs().gaps(g.plain("few").abs()))
-row("Gibbs.top_log_prob", lambda g: g.gibbs().top_log_prob(2))
 row("divergence", lambda g: partita.divergence(g.gibbs(), g.gibbs(), "js", beta=0.3))
 row("attention_divergence", lambda g: partita.attention_divergence(*g.qkv()[:2], *g.qkv()[:2], is_causal=True))
 row("Gibbs.received, of itself", lambda g: [partita.Gibbs(x, x).received() for x in g.pairs()[:1]])
@@ -109,9 +106,9 @@ row("attention, autocast", lambda g: lowered(
 row("attention, checkpointed", lambda g: checkpoint(
     lambda q, k, v: partita.attention(q, k, v, is_causal=True, scale=scale.LogLength(16)), *g.qkv(), use_reentrant=False
 ))  # fmt: skip
-row("attention, received and everything", lambda g: partita.attention(
+row("attention, a rule and everything", lambda g: partita.attention(
     *g.qkv(), bias=attn.ALiBi(g.real("heads")), sink=g.real("heads", "n_query"), support=support.window(3, 2),
-    return_stats=True, return_received=True,
+    return_stats=True,
 ))  # fmt: skip
 row("attention, dropout and everything", lambda g: partita.attention(
     g.qkv()[0], *g.qkv("batch", "few")[1:], dropout_p=0.3, is_causal=True, enable_gqa=True,
@@ -187,7 +184,7 @@ def queue(g: Given, labelled: bool = False) -> contrastive.Queue:
 
 
 def _pushed(g: Given) -> Any:
-    """As many keys as there are slots: the queue is the same whatever it held."""
+    """The same number of keys as slots: the queue is the same whatever it held."""
     made = g.module(_Filled, True)
     made.push(g.plain("rows", "dim"), g.index(3, "rows"))
     return partita.info_nce_loss(*g.pairs(), labels=g.index(3, "rows"), queue=made)
@@ -251,23 +248,27 @@ SHOWN_BY = {
     "attn.ScaleInvariant": "pair_attention",
     **{f"attn.{name}": f"rotary_attention, {name}" for name in surface.TURNS},
 }
-# Names that nobody calls inside a graph, and why.
+# Names that are not called inside a graph, and why.
 NO_CALL = {
-    **dict.fromkeys(("ClassStats", "losses.ClassStats"), "what calls return"),
+    **dict.fromkeys(("ClassStats", "losses.ClassStats", "losses.TokenStats"), "what calls return"),
     **dict.fromkeys(("Stats", "State", "LossStats", "ContrastStats", "engine.State", "engine.Stats", "losses.LossStats",
                      "contrastive.ContrastStats", "contrastive.LabelStats", "attn.TopK", "attn.LinearState",
-                     "attn.WeightStats"), "what calls return"),
+                     "attn.WeightStats", "metrics.InformationBound", "scale.BestScale"), "what calls return"),
     **dict.fromkeys(("attn.Bias", "attn.Positions", "contrastive.Exclusion", "scale.Policy"), "abstract"),
+    "scale.best_for": "a search over numbers, no tensors; scale.BestFor has rows",
     "support.Support": "abstract",
     "attn.PairHook": "a type",
     "score.Score": "a type",
     "score.InnerProduct": "abstract",
     "nn.entropy_loss": "outside of the graph: it picks up what a forward has left; the penalty itself has a row",
-    **dict.fromkeys(("backend", "engine.backend"), "around a call of the graph: the choice is read when it runs"),
+    **dict.fromkeys(
+        ("backend", "engine.backend", "exact_rows"), "around a call of the graph: the choice is read when it runs"
+    ),
     "replace_sdpa": "around a call of the graph: tests/compile/test_models.py",
+    "validate": "around a call of the graph: an operator checks values when it runs",
     **dict.fromkeys(("backends", "explain", "engine.explain"), "text about the machine"),
     **dict.fromkeys(("watch", "load_record", "monitor"), "around a model: see the monitor's own pages"),
-    **dict.fromkeys(("adapters", "control", "distributed", "errors", "hf", "theory"), "left out: the page says why"),
+    **dict.fromkeys(("adapters", "control", "distributed", "errors", "hf"), "left out: the page says why"),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partita import attention, attn, scale, support
+from partita import Gibbs, attention, attn, scale, support
 from tests import surface
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
@@ -38,7 +38,8 @@ def masked_pairs(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Any:
 
 def received(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Any:
     bias = attn.ALiBi(torch.tensor([0.5, 0.25], dtype=torch.float64))
-    return attention(q, k, v, bias=bias, is_causal=True, sink=sink, return_received=True)
+    p = Gibbs(q, k, support=support.causal())
+    return attention(q, k, v, bias=bias, is_causal=True, sink=sink), p.received(1 - p.state().sink_mass(sink))
 
 
 def running(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Any:

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import partita
 from partita import scale
-from partita.engine import backends
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, while it imports its compiler
@@ -104,26 +103,6 @@ def test_ten_lengths_compile_at_most_twice():
         got, want = step(compiled, model, ids(length)), step(model, model, ids(length))
         torch.testing.assert_close(got, want)
     assert counted.frame_count <= 2  # one for the first length, one for all others
-
-
-def test_the_backend_is_chosen_when_a_graph_runs(monkeypatch):
-    served = []
-    for name in ("dense", "tiled"):
-        entry = backends.TABLE[name]
-
-        def forward(request: Any, entry: Any = entry) -> Any:
-            served.append(entry.name)
-            return entry.forward(request)
-
-        monkeypatch.setitem(backends.TABLE, name, backends.Backend(name, "", entry.why_not, forward, entry.backward))
-    q = torch.randn(2, 3, 7, 4)
-    compiled = torch.compile(lambda q: partita.attention(q, q, q), fullgraph=True, backend="aot_eager")
-    want = compiled(q)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for name in ("dense", "tiled"):
-            with partita.backend(name):
-                torch.testing.assert_close(compiled(q), want)
-    assert served == ["dense", "tiled"]
 
 
 def test_threads_make_no_guard_of_ours():

@@ -64,7 +64,7 @@ def test_grouped_queries_in_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_heads_that_lie_side_by_side_and_inductor() -> None:
-    """Queries as a projection leaves them; inductor believes the strides that it was told of."""
+    """Queries as a projection leaves them; inductor relies on the strides of the meta kernel."""
     given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv()]
     want = F.scaled_dot_product_attention(*given).transpose(1, 2).flatten(2)
     for backend in ("aot_eager", "inductor"):
@@ -82,7 +82,7 @@ def test_a_named_backend_serves_the_graph_that_there_is(name: str, monkeypatch: 
         served.append(name)
         return entry.forward(request)
 
-    monkeypatch.setitem(backends.TABLE, name, backends.Backend(name, "", entry.why_not, forward, entry.backward))
+    monkeypatch.setitem(backends.TABLE, name, backends.Backend(name, entry.why_not, forward, entry.backward))
     kept, given = Kept(), qkv()
     call = torch.compile(lambda *x: partita.attention(*x, return_stats=True), fullgraph=True, backend=kept)
     want = call(*given)

@@ -63,9 +63,9 @@ def test_every_divergence_is_its_definition(backend, kind, both, beta):
 
 
 @pytest.mark.parametrize("kind", SUPPORTS)
-def test_every_support_beyond_one_block_of_keys(natural, kind):
+def test_every_support_beyond_one_block_of_keys(blocked, kind):
     p, q = pair(131, 523, kinds=(kind, kind), scale=0.5)
-    with serving(natural):
+    with serving(blocked):
         for name in KINDS:
             expected = reference.divergence(p.score(), q.score(), name, 0.3)
             assert_exact(partita.divergence(p.gibbs(), q.gibbs(), name, beta=0.3), expected, magnitude=10)
@@ -113,7 +113,7 @@ def test_one_side_alone_may_want_a_gradient(natural, kind, side):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("support", ["all", "causal", "mask"])
 def test_a_weighted_sum_has_the_value_and_gradients_of_its_rows(natural, kind, support):
-    """Whoever makes the gradients going forward makes the same ones; a retained graph gives them twice."""
+    """Gradients computed in the forward pass are the same; a retained graph gives them twice."""
     p, q = pair(67, 523, dims=(9, 4), kinds=(support, support), scale=0.5)
     bias = torch.randn(523, dtype=torch.float64)
     weight = torch.rand(67, dtype=torch.float64)
@@ -281,26 +281,9 @@ def test_error_is_at_most_twice_the_naive_formula(natural, dtype, kind):
     assert_no_worse_than_naive(found, naive[kind].sum(-1), truth)
 
 
-def test_a_divergence_compiles_into_one_graph(backend):
-    p, q = pair(kinds=("causal", "causal"))
-    leaves = [x.clone().requires_grad_() for x in (p.query, p.key, q.query, q.key)]
-
-    def read(query, key, other, others):
-        causal = partita.support.causal()
-        one, two = Gibbs(query, key, support=causal), Gibbs(other, others, support=causal)
-        return partita.divergence(one, two, "js").sum() + partita.divergence(one, two, "reverse").sin().sum()
-
-    with serving(backend):
-        plain = torch.autograd.grad(read(*leaves), leaves)
-        torch._dynamo.reset()
-        compiled = torch.autograd.grad(torch.compile(read, backend="aot_eager", fullgraph=True)(*leaves), leaves)
-    for a, b in zip(plain, compiled, strict=True):
-        assert_exact(a, b)
-
-
 def test_what_cannot_be_compared_is_refused():
     p = Gibbs(torch.zeros(3, 2), torch.zeros(4, 2))
-    with pytest.raises(ShapeError, match="as many queries and as many keys; got 3 and 3 queries, 4 and 5 keys"):
+    with pytest.raises(ShapeError, match="the same numbers of queries and keys; got 3 and 3 queries, 4 and 5 keys"):
         partita.divergence(p, Gibbs(torch.zeros(3, 2), torch.zeros(5, 2)))
     with pytest.raises(ShapeError, match="3 and 2 queries"):
         partita.divergence(p, Gibbs(torch.zeros(2, 2), torch.zeros(4, 2)))
@@ -315,5 +298,5 @@ def test_what_cannot_be_compared_is_refused():
     with pytest.raises(ValueRangeError, match="unknown kind 'kl' of divergence; known are forward, reverse"):
         partita.divergence(p, p, "kl")
     for beta in (0.0, 1.0, NAN, True):
-        with pytest.raises(ValueRangeError, match="beta must lie strictly between 0 and 1"):
+        with pytest.raises(ValueRangeError, match="beta must be strictly between 0 and 1"):
             partita.divergence(p, p, "js", beta=beta)

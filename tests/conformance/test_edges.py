@@ -59,25 +59,6 @@ def test_an_empty_row_leaves_the_gradients_of_the_others_alone(backend):
             assert_exact(a, b)
 
 
-@pytest.mark.parametrize("n_query", [0, 5])
-def test_no_keys_is_all_empty_rows(backend, n_query):
-    with serving(backend):
-        gibbs = partita.Gibbs(torch.randn(n_query, 3).double(), torch.randn(0, 3).double())
-        assert (gibbs.log_partition() == -INF).all()
-        assert (gibbs.entropy() == 0).all()
-        assert gibbs.expectation(torch.zeros(0, 4).double()).shape == (n_query, 4)
-
-
-def test_one_key_is_certain(backend):
-    p = problem(7, 1)
-    with serving(backend):
-        stats = p.gibbs().stats()
-        assert (stats.entropy == 0).all()
-        assert (stats.score_variance == 0).all()
-        assert torch.equal(stats.log_partition, stats.max_score)
-        assert_exact(p.gibbs().expectation(p.value), p.value.expand(7, 3))
-
-
 @pytest.mark.parametrize("poison", [math.nan, INF, -INF])
 @pytest.mark.parametrize("kind", ["lengths", "mask", "causal & lengths", "(causal & not-self) | lengths"])
 def test_a_masked_key_poisons_nothing(backend, kind, poison):

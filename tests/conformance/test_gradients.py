@@ -1,14 +1,18 @@
-"""Gradients against finite differences, to second order where promised; absent gradients are asserted."""
+"""Gradients: against finite differences, to second order where promised, and their closed forms; absent ones too."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
 
 import partita
+from tests import reference
 from tests.conformance.serving import serving
 from tests.differences import gradcheck, gradgradcheck
-from tests.strategies import SUPPORTS, catalogue, masked, problem
+from tests.strategies import SUPPORTS, catalogue, masked, problem, problems
 from tests.tolerances import assert_exact
 
 DIFFERENTIABLE = ("log_partition", "entropy", "mean_score", "score_variance", "effective_width")
@@ -49,16 +53,10 @@ def small(kind="all", n_query=4, n_key=5, batch=(), **options):
     return type(p)(**fields)
 
 
-@pytest.mark.parametrize("kind", SUPPORTS)
-def test_first_order_under_every_support(backend, kind):
+@pytest.mark.parametrize(("kind", "softcap"), [*((kind, None) for kind in SUPPORTS), ("causal", 1.3)])
+def test_first_order_under_every_support(backend, kind, softcap):
     """query, key, value, bias and per-row scale, of every differentiable output (M-DER-2..6)."""
-    p = small(kind)
-    with serving(backend):
-        assert gradcheck(readers(p), leaves(p, "query", "key", "value", "bias", "scale"))
-
-
-def test_first_order_under_a_softcap(backend):
-    p = small("causal", softcap=1.3)
+    p = small(kind, softcap=softcap)
     with serving(backend):
         assert gradcheck(readers(p), leaves(p, "query", "key", "value", "bias", "scale"))
 
@@ -73,30 +71,22 @@ def test_first_order_with_broadcast_operands(backend):
         assert gradcheck(readers(p), inputs)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 1), (2, 4)])
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 1), (2, 4), "zero"])
 def test_a_scale_of_any_row_shape_has_a_gradient(backend, shape):
     p = problem(4, 5, dim=2, batch=(2,))
-    scale = torch.rand(shape).add(0.5).double().requires_grad_()
+    scale = torch.zeros(4) if shape == "zero" else torch.rand(shape).add(0.5)
     with serving(backend):
-        assert gradcheck(lambda x: (p.gibbs(scale=x).entropy(), p.gibbs(scale=x).expectation(p.value)), scale)
+        read = lambda x: (p.gibbs(scale=x).entropy(), p.gibbs(scale=x).expectation(p.value))  # noqa: E731
+        assert gradcheck(read, scale.double().requires_grad_())
 
 
-def test_scale_zero_has_a_gradient(backend):
-    p = problem(4, 5, dim=2)
-    with serving(backend):
-        assert gradcheck(lambda x: p.gibbs(scale=x).expectation(p.value), torch.zeros(4).double().requires_grad_())
+TWICE_UNDER = ("all", "causal", "mask", "window | mask", "segments & causal")
 
 
-@pytest.mark.parametrize("kind", ["all", "causal", "mask", "window | mask", "segments & causal"])
-def test_second_order(backend, kind):
+@pytest.mark.parametrize(("kind", "softcap"), [*((kind, None) for kind in TWICE_UNDER), ("causal", 1.3)])
+def test_second_order(backend, kind, softcap):
     """gradgradcheck of log_partition, entropy, expectation, nll and the moments, with respect to everything."""
-    p = small(kind, 3, 4)
-    with serving(backend):
-        assert gradgradcheck(readers(p, TWICE), leaves(p, "query", "key", "value", "bias", "scale"))
-
-
-def test_second_order_under_a_softcap(backend):
-    p = small("causal", 3, 4, softcap=1.3)
+    p = small(kind, 3, 4, softcap=softcap)
     with serving(backend):
         assert gradgradcheck(readers(p, TWICE), leaves(p, "query", "key", "value", "bias", "scale"))
 
@@ -129,16 +119,14 @@ def test_a_merge_of_states_is_differentiable(backend):
 # What has no gradient, and what must not be computed ------------------------------------------------------------
 
 
-def test_maximum_and_count_have_no_gradient(backend):
+def test_what_counts_or_is_given_constants_has_no_gradient(backend):
     p = problem(4, 5)
     query, key = leaves(p, "query", "key")
     with serving(backend):
         gibbs = p.gibbs(query=query, key=key)
         assert gibbs.entropy().requires_grad
-        assert not gibbs.max_score().requires_grad
-        assert not gibbs.visible().requires_grad
-        assert not gibbs.target_rank(p.target).requires_grad
-        assert not gibbs.stats().max_score.requires_grad
+        counts = gibbs.max_score(), gibbs.visible(), gibbs.target_rank(p.target), gibbs.stats().max_score
+        assert not any(x.requires_grad for x in (*counts, *p.gibbs().stats()))
 
 
 @pytest.mark.parametrize("frozen", ["query", "key", "value", "bias", "scale"])
@@ -158,12 +146,6 @@ def test_a_frozen_input_gets_no_gradient_and_changes_no_other(backend, frozen):
     for name in names:
         if name != frozen:
             assert_exact(some[name], every[name])
-
-
-def test_without_inputs_that_need_a_gradient_nothing_does(backend):
-    p = problem(4, 5)
-    with serving(backend):
-        assert not any(column.requires_grad for column in p.gibbs().stats())
 
 
 # Policies ------------------------------------------------------------
@@ -213,3 +195,65 @@ def test_masked_rows_have_gradient_zero_in_every_input(backend):
     for grad in grads:
         assert (grad[1] == 0).all()
         assert grad.isfinite().all()
+
+
+# Closed forms -------------------------------------------------------------------------------------------------------
+
+
+@given(p=problems())
+def test_gradients_by_the_scores_are_their_closed_forms(backend, p):
+    """M-DER-2: d log Z / d s = p. M-DER-1: the softmax Jacobian is p (delta - p), here against the weights v of a mean.
+
+    M-DER-3: d H / d s_j = -p_j (s_j - E[s]), which sums to 0. The bias is a leaf: its gradient is that of the scores.
+    """
+    s = p.score()
+    prob = reference.probs(s)
+    bias = torch.zeros(1, 1, dtype=torch.float64) if p.bias is None else p.bias
+    bias = bias.expand(*p.batch, p.n_query, p.n_key).clone().requires_grad_()
+    total, mean = p.value.sum(-1)[..., None, :], reference.expectation(s, p.value).sum(-1)[..., None]
+    with serving(backend):
+        gibbs = p.gibbs(bias=bias)
+        reads = finite(gibbs.log_partition()).sum(), gibbs.expectation(p.value).sum(), gibbs.entropy().sum()
+        level, pull, entropy = (torch.autograd.grad(x, bias, retain_graph=True)[0] for x in reads)
+    assert_exact(level, prob, magnitude=p.magnitude)
+    assert_exact(pull, prob * (total - mean), magnitude=p.magnitude)
+    centred = torch.where(reference.seen(s), s - reference.mean_score(s)[..., None], 0.0)
+    assert_exact(entropy, -prob * centred, magnitude=p.magnitude)
+    assert_exact(entropy.sum(-1), torch.zeros_like(entropy[..., 0]), magnitude=p.magnitude)
+
+
+@given(p=problems(with_softcap=False, scales=("row",)))
+def test_derivatives_with_respect_to_the_scale(backend, p):
+    """M-DER-2, M-DER-4, M-DER-5: dlogZ/dl = E[r], dH/dl = -Cov(s, r), dE[v]/dl = Cov(v, r), with r the raw scores."""
+    scale = p.scale.expand(*p.batch, p.n_query).clone().requires_grad_()
+    s = p.score()
+    prob = reference.probs(s)
+    raw = torch.where(reference.seen(s), (p.query @ p.key.mT).expand(s.shape), 0.0)
+    safe = torch.where(reference.seen(s), s, 0.0)
+
+    def mean(x):
+        return (prob * x).sum(-1)
+
+    with serving(backend):
+        gibbs = p.gibbs(scale=scale)
+        log_z = gibbs.log_partition()
+        (grad,) = torch.autograd.grad(log_z[log_z.isfinite()].sum(), scale, retain_graph=True)
+        assert_exact(grad, mean(raw), magnitude=p.magnitude)
+        (grad,) = torch.autograd.grad(gibbs.entropy().sum(), scale)
+        assert_exact(grad, -(mean(safe * raw) - mean(safe) * mean(raw)), magnitude=p.magnitude**2)
+        out = p.gibbs(scale=scale).expectation(p.value)
+        (grad,) = torch.autograd.grad(out.sum(), scale)
+        total = p.value.sum(-1)[..., None, :]
+        assert_exact(grad, mean(total * raw) - mean(total) * mean(raw), magnitude=p.magnitude**2)
+
+
+def test_entropy_is_not_monotone_in_the_scale_under_a_bias(backend):
+    """M-DER-4: b = -2 s cancels the scores at scale 2."""
+    raw = torch.randn(1, 200, dtype=torch.float64)
+    with serving(backend):
+        entropies = [
+            float(partita.Gibbs(torch.ones(1, 1).double(), raw.mT, scale=float(x), bias=-2 * raw).entropy())
+            for x in range(5)
+        ]
+    assert entropies[0] < entropies[1] < entropies[2] > entropies[3] > entropies[4]
+    assert entropies[2] == pytest.approx(math.log(200), abs=1e-12)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.engine import autograd, backends, execute
+from partita.engine import autograd, backends, dispatch
 from tests.differences import gradcheck, gradgradcheck
 from tests.tolerances import assert_exact
 
@@ -30,7 +30,7 @@ def _offering(kernel: str):
 
 
 attention_of = _offering("attention")
-accumulate_attention_of = _offering("accumulate_attention")
+row_statistics_of = _offering("row_statistics")
 weighted_nll_of = _offering("weighted_nll")
 both_ways_of = _offering("both_ways")
 
@@ -38,115 +38,87 @@ both_ways_of = _offering("both_ways")
 def ordinarily(monkeypatch) -> None:
     """From now on, no kernel of a backend's own is taken."""
     for name, entry in list(backends.TABLE.items()):
-        plain = backends.Backend(name, entry.place, entry.why_not, entry.forward, entry.backward)
+        plain = backends.Backend(name, entry.why_not, entry.forward, entry.backward)
         monkeypatch.setitem(backends.TABLE, name, plain)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key_heads", [1, 3, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 70), (33, 33), (20, 50), (50, 20)])
 def test_attention_gives_the_bits_of_the_pass(attention_of, causal, key_heads, dtype, n_query, n_key) -> None:
-    query = torch.randn(2, n_query, 6, 16, dtype=dtype).transpose(1, 2)
-    key, value = (torch.randn(2, key_heads, n_key, 16, dtype=dtype) for _ in range(2))
-    found = execute.attention(query, key, value, 0.25, causal, True, True)
-    assert found is not None
+    query = torch.randn(2, n_query, 6, 16).to(dtype).transpose(1, 2)
+    key, value = (torch.randn(2, key_heads, n_key, width).to(dtype) for width in (16, 24))
     seen = partita.support.causal() if causal else None
-    want, state = partita.Gibbs(query, key, scale=0.25, support=seen, grouped=True).mean(value)
-    assert torch.equal(found[0], want)
-    assert found[1] is not None
-    for name, a, b in zip(partita.Stats._fields, found[1], state.stats(), strict=True):
-        assert torch.equal(a, b), name
+    for scale in (-3.0, 0.25):  # the scale is no part of what is kept
+        found = dispatch.attention(query, key, value, scale, causal, True, True)
+        assert found is not None and found[1] is not None
+        want, state = partita.Gibbs(query, key, scale=scale, support=seen, grouped=True).mean(value)
+        assert found[0].dtype == dtype and torch.equal(found[0], want.to(dtype))
+        for name, a, b in zip(partita.Stats._fields, found[1], state.stats(), strict=True):
+            assert torch.equal(a, b), name
     out, stats = partita.attention(query, key, value, is_causal=causal, enable_gqa=True, return_stats=True)
-    assert torch.equal(out, want)
+    assert torch.equal(out, want.to(dtype))
     assert torch.equal(stats.entropy, state.stats().entropy)
-    assert torch.equal(partita.attention(query, key, value, is_causal=causal, enable_gqa=True), want)
-
-
-def _totals(heads: int) -> tuple[torch.Tensor, ...]:
-    shapes = (11, heads), (heads,), (heads,), (heads, 64), (5, heads, 24)
-    return tuple(torch.zeros(shape, dtype=torch.float64) for shape in shapes)
+    assert torch.equal(partita.attention(query, key, value, is_causal=causal, enable_gqa=True), out)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key_heads", [1, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 1070), (33, 33), (20, 600), (50, 20)])
-@pytest.mark.parametrize("kept", [False, True])
-def test_attention_adds_up_what_the_pass_gives(
-    accumulate_attention_of, causal, key_heads, dtype, n_query, n_key, kept
-) -> None:
+def test_row_statistics_have_the_bits_of_the_pass(row_statistics_of, causal, key_heads, dtype, n_query, n_key) -> None:
     query = torch.randn(2, n_query, 6, 16, dtype=dtype).transpose(1, 2)
     key = torch.randn(2, key_heads, n_key, 16, dtype=dtype)
-    keep = torch.rand(2, n_query) < 0.7 if kept else None
-    found, want = _totals(6), _totals(6)
-    assert execute.accumulate_attention(found, query, key, 0.25, causal, keep)
-    seen = partita.support.causal() if causal else None
-    gibbs = partita.Gibbs(query, key, scale=0.25, support=seen, grouped=True)
-    s = gibbs.stats()
+    found = dispatch.row_statistics(query, key, 0.25, causal)
+    assert found is not None
+    gibbs = partita.Gibbs(query, key, scale=0.25, support=partita.support.causal() if causal else None, grouped=True)
+    for name, a, b in zip(partita.Stats._fields, found, gibbs.stats(), strict=False):
+        assert torch.equal(a, b), name
     sink = (-gibbs.nll(torch.zeros(2, 6, n_query, dtype=torch.long))).exp()
-    rows = s.entropy, s.log_partition, s.score_variance, s.max_score, s.visible
-    assert execute.accumulate(want, *rows, sink, keep)
-    for a, b in zip(found, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # the mass on key 0: another exponential
-    want[0][8], want[4][4] = found[0][8], found[4][4]
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    torch.testing.assert_close((found[6] - found[0]).exp(), sink, rtol=1e-6, atol=1e-7)  # another exponential
 
 
-def test_attention_that_is_followed_or_unusual_is_not_added_up(accumulate_attention_of) -> None:
-    q, k = (torch.randn(2, 4, 9, 8) for _ in range(2))
-
-    def taken(query=q, key=k, scale=0.5, keep=None) -> bool:
-        totals = _totals(4)
-        added = execute.accumulate_attention(totals, query, key, scale, False, keep)
-        assert added == any(t.any() for t in totals)  # otherwise nothing was done
-        return added
-
-    assert taken()
-    assert taken(key=k[:, :2])
-    assert not taken(query=q.clone().requires_grad_())
-    assert not taken(q.double(), k.double())
-    assert not taken(key=k.double())
-    assert not taken(key=k[..., :5])
-    assert not taken(key=k[:, :3])  # four heads are no multiple of three
-    assert not taken(key=k[:1])  # a batch that broadcasts
-    assert not taken(q[:, :, :0])
-    assert not taken(q.mT.contiguous().mT)
-    assert not taken(scale=float("inf"))
-    assert not taken(key=torch.full_like(k, torch.nan))
-    assert not taken(keep=torch.ones(2, 9))
-    with torch.profiler.profile():
-        assert not taken()
-    with partita.backend("tiled"):
-        assert not taken()
-
-
-def test_attention_that_somebody_follows_or_that_is_unusual_goes_the_long_way(attention_of) -> None:
+@pytest.mark.parametrize("statistics_alone", [False, True])
+def test_what_is_recorded_or_unusual_takes_the_general_path(attention_of, statistics_alone) -> None:
     q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
 
     def taken(query=q, key=k, value=v, scale=0.5, grouped=False) -> bool:
-        return execute.attention(query, key, value, scale, False, grouped, True) is not None
+        if statistics_alone:
+            return dispatch.row_statistics(query, key, scale, False) is not None
+        return dispatch.attention(query, key, value, scale, False, grouped, True) is not None
 
+    if statistics_alone and attention_of.row_statistics is None:
+        pytest.skip("no kernel of the statistics alone")
     assert taken()
+    assert taken(key=k[:, :2], value=v[:, :2], grouped=True)
     assert not taken(query=q.clone().requires_grad_())
     assert not taken(key=k.double())
+    assert not taken(q.int(), k.int(), v.int())
+    assert not taken(q[0, 0], k[0, 0], v[0, 0])
     assert not taken(key=k[..., :5])
-    assert not taken(value=v[:, :, :5])
     assert not taken(key=k[:, :3], value=v[:, :3])  # four heads are no multiple of three
     assert not taken(key=k[:1], value=v[:1])  # a batch that broadcasts
     assert not taken(q[:, :, :0])
-    assert not taken(scale=float("inf"))
-    assert not taken(value=torch.full_like(v, torch.nan))  # only a careful backend can say whom that concerns
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not taken()
+    assert not taken(q.mT.contiguous().mT)
+    assert not taken(key=k.mT.contiguous().mT)
+    assert not taken(query=q.to("meta"))
+    for scale in (float("inf"), float("nan")):
+        assert not taken(scale=scale)
+    assert not taken(key=torch.full_like(k, torch.nan))  # only a careful backend can tell which rows that concerns
     with torch.profiler.profile():
         assert not taken()
     with partita.backend("tiled"):
         assert not taken()
     with torch.no_grad():
         assert taken(query=q.clone().requires_grad_())
+    if statistics_alone:
+        return
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not taken()
     assert not taken(key=k[:, :2], value=v[:, :2])  # grouped heads were not asked for
-    assert taken(key=k[:, :2], value=v[:, :2], grouped=True)
+    for value in (v[:, :, :5], torch.full_like(v, torch.nan)):
+        assert not taken(value=value)
 
 
 def test_transformed_attention_agrees(attention_of) -> None:
@@ -194,7 +166,7 @@ def test_the_weighted_nll_and_its_gradients_are_those_of_the_pass(weighted_nll_o
 
     monkeypatch.setitem(backends.TABLE, weighted_nll_of.name, replace(weighted_nll_of, weighted_nll=counted))
     one = total(operands, target, weight)
-    assert type(one.grad_fn).__name__ == "WeightedNllBackward"
+    assert type(one.grad_fn).__name__ == "FastPathBackward"
     assert len(calls) == 1 and calls[0] is not None  # it served, and did not give up
     found = torch.autograd.grad(3 * one, operands, retain_graph=True)
     again = torch.autograd.grad(3 * one, operands)  # a retained graph: computed once more
@@ -242,7 +214,7 @@ def test_both_ways_are_two_passes(both_ways_of, monkeypatch, dtype) -> None:
         return rows, columns, *torch.autograd.grad(made, (query, key, scale))
 
     rows, _ = partita.Gibbs(query, key, scale=scale).both_ways_nll()
-    assert type(rows.grad_fn).__name__ == "BothWaysNllBackward"
+    assert type(rows.grad_fn).__name__ == "FastPathBackward"
     found = both()
     ordinarily(monkeypatch)
     # sums of 41 terms of size one, and their gradients' products of 41 more: 41 roundings of each

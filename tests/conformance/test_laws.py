@@ -108,32 +108,27 @@ def split_problems(draw):
 
 @given(case=split_problems())
 def test_any_split_of_the_keys_in_any_order_and_grouping_gives_the_same(backend, case):
-    """M-GIB-9, empty blocks included."""
+    """M-GIB-9, empty blocks included: by their states, and by their log partitions alone.
+
+    With P = softmax over blocks of log Z_B, H = H(P) + sum P_B H_B and o = sum P_B o_B.
+    """
     p, cuts, random = case
-    with serving(backend):
-        states = parts_of(p, cuts)
-        random.shuffle(states)
-        while len(states) > 1:  # any grouping: merge two that are anywhere
-            a, b = (states.pop(random.randrange(len(states))) for _ in range(2))
-            states.append(partita.merge(a, b))
-        assert_same_statistics(states[0].stats(), p.gibbs().stats(), p.magnitude)
-        assert_exact(states[0].expectation(), p.gibbs().expectation(p.value), magnitude=p.magnitude)
-
-
-@given(case=split_problems())
-def test_blocks_merge_by_their_log_partitions_alone(backend, case):
-    """M-GIB-9: with P = softmax over blocks of log Z_B, H = H(P) + sum P_B H_B and o = sum P_B o_B."""
-    p, cuts, _ = case
     with serving(backend):
         states = parts_of(p, cuts)
         log_z = torch.stack([state.stats().log_partition for state in states], -1)
         share = reference.probs(log_z)
         inside = torch.stack([state.stats().entropy for state in states], -1)
         outputs = torch.stack([state.expectation() for state in states], -1)
-        stats = p.gibbs().stats()
+        stats, mean = p.gibbs().stats(), p.gibbs().expectation(p.value)
         assert_exact(stats.log_partition, reference.log_partition(log_z), magnitude=p.magnitude)
         assert_exact(stats.entropy, reference.entropy(log_z) + (share * inside).sum(-1), magnitude=p.magnitude)
-        assert_exact(p.gibbs().expectation(p.value), (share[..., None, :] * outputs).sum(-1), magnitude=p.magnitude)
+        assert_exact(mean, (share[..., None, :] * outputs).sum(-1), magnitude=p.magnitude)
+        random.shuffle(states)
+        while len(states) > 1:  # any grouping: merge two that are anywhere
+            a, b = (states.pop(random.randrange(len(states))) for _ in range(2))
+            states.append(partita.merge(a, b))
+        assert_same_statistics(states[0].stats(), stats, p.magnitude)
+        assert_exact(states[0].expectation(), mean, magnitude=p.magnitude)
 
 
 # Limits of the scale --------------------------------------------------------------------------------------------------
@@ -190,84 +185,55 @@ def test_scores_of_any_magnitude_stay_exact(backend, p):
 # Identities -----------------------------------------------------------------------------------------------------------
 
 
-@given(p=problems())
-def test_weights_are_a_distribution_with_the_log_odds_of_the_scores(backend, p):
-    """M-GIB-1, M-GIB-4: sum 1, 0 where masked; log p_i - log p_j = s_i - s_j whatever else is masked."""
-    with serving(backend):
-        prob, s = p.gibbs().probs(), p.score()
-        seen = reference.seen(s)
-        assert (prob[~seen] == 0).all()
-        total = prob.sum(-1)
-        assert_exact(total, (reference.visible(s) > 0).double(), magnitude=p.magnitude)
-        log_prob = p.gibbs().log_prob(p.target)
-        own = reference.target_score(s, p.target)
-        fine = own.isfinite()
-        best = p.gibbs().max_score() - p.gibbs().log_partition()
-        assert_exact((log_prob - best)[fine], (own - reference.max_score(s))[fine], magnitude=p.magnitude)
-
-
-@given(p=problems())
-def test_log_partition_lies_between_max_and_max_plus_log_n(backend, p):
-    """M-GIB-5."""
-    with serving(backend):
-        stats = p.gibbs().stats()
-        seen = stats.visible > 0
-        gap = (stats.log_partition - stats.max_score)[seen]
-        slack = 1e-11 * max(1.0, p.magnitude)
-        assert (gap >= -slack).all()
-        assert (gap <= stats.visible[seen].log() + slack).all()
-
-
 @given(p=problems(), seed=st.integers(0, 99))
-def test_log_partition_is_the_best_score_plus_entropy(backend, p, seed):
-    """M-GIB-6: log Z = <q, s> + H(q) + KL(q || p) for every q; the gap vanishes at p."""
+def test_the_weights_and_their_log_partition(backend, p, seed):
+    """M-GIB-1, M-GIB-4: sum 1, 0 where masked; log p_i - log p_j = s_i - s_j whatever else is masked.
+
+    M-GIB-5: max s <= log Z <= max s + log n. M-GIB-6: log Z = <q, s> + H(q) + KL(q || p) for every q; the gap vanishes
+    at p.
+    """
     s = p.score()
-    seen = reference.seen(s)
+    seen, slack = reference.seen(s), 1e-11 * max(1.0, p.magnitude)
     other = torch.where(seen, torch.randn(s.shape, generator=torch.Generator().manual_seed(seed)).double(), -INF)
     q, log_q = reference.probs(other), reference.log_probs(other)
     with serving(backend):
-        stats = p.gibbs().stats()
-        rows = stats.visible > 0
-        log_p = torch.where(seen, s - stats.log_partition[..., None], 0.0)
-        kl = (q * torch.where(seen, log_q - log_p, 0.0)).sum(-1)
-        value = (q * torch.where(seen, s, 0.0)).sum(-1) + reference.entropy(other)
-        assert_exact((value + kl)[rows], stats.log_partition[rows], magnitude=p.magnitude)
-        assert (kl >= -1e-11 * max(1.0, p.magnitude)).all()
-        assert_exact((stats.mean_score + stats.entropy)[rows], stats.log_partition[rows], magnitude=p.magnitude)
+        stats, prob, log_prob = p.gibbs().stats(), p.gibbs().probs(), p.gibbs().log_prob(p.target)
+    rows = stats.visible > 0
+    assert (prob[~seen] == 0).all()
+    assert_exact(prob.sum(-1), rows.double(), magnitude=p.magnitude)
+    own = reference.target_score(s, p.target)
+    fine, best = own.isfinite(), stats.max_score - stats.log_partition
+    assert_exact((log_prob - best)[fine], (own - reference.max_score(s))[fine], magnitude=p.magnitude)
+    gap = -best[rows]
+    assert (gap >= -slack).all()
+    assert (gap <= stats.visible[rows].log() + slack).all()
+    log_p = torch.where(seen, s - stats.log_partition[..., None], 0.0)
+    kl = (q * torch.where(seen, log_q - log_p, 0.0)).sum(-1)
+    value = (q * torch.where(seen, s, 0.0)).sum(-1) + reference.entropy(other)
+    assert_exact((value + kl)[rows], stats.log_partition[rows], magnitude=p.magnitude)
+    assert (kl >= -slack).all()
+    assert_exact((stats.mean_score + stats.entropy)[rows], stats.log_partition[rows], magnitude=p.magnitude)
 
 
 @given(p=problems())
-def test_entropy_is_log_n_minus_the_distance_to_uniform(backend, p):
-    """M-ENT-1, M-ENT-2: H = log n - KL(p || uniform), 0 <= H <= log n."""
+def test_entropy_and_width(backend, p):
+    """M-ENT-1, M-ENT-2: H = log n - KL(p || uniform), 0 <= H <= log n. M-ENT-5: exp of nats is 2 to the bits.
+
+    M-ENT-4: 1 <= 1 / sum p^2 <= exp(H) <= n. M-ENT-6, without a bias: H >= log n - scale * (max s - mean s), the mean
+    over the visible keys.
+    """
     with serving(backend):
-        stats, prob = p.gibbs().stats(), p.gibbs().probs()
-        rows = stats.visible > 0
-        kl = (torch.special.xlogy(prob, prob * stats.visible[..., None])).sum(-1)
-        log_n = stats.visible.clamp(min=1).log()
-        assert_exact(stats.entropy[rows], (log_n - kl)[rows], magnitude=p.magnitude)
-        assert (stats.entropy >= 0).all()
-        assert (stats.entropy <= log_n + 1e-12).all()
-
-
-@given(p=problems())
-def test_effective_sample_size_is_below_effective_width_is_below_n(backend, p):
-    """M-ENT-4: 1 <= 1 / sum p^2 <= exp(H) <= n. M-ENT-5: exp of nats is 2 to the bits."""
-    with serving(backend):
-        stats, width, prob = p.gibbs().stats(), p.gibbs().effective_width(), p.gibbs().probs()
-        rows = stats.visible > 0
-        size = 1 / (prob**2).sum(-1)
-        assert (size[rows] >= 1 - 1e-9).all()
-        assert (size[rows] <= width[rows] * (1 + 1e-9)).all()
-        assert (width[rows] <= stats.visible[rows] * (1 + 1e-9)).all()
-        assert_exact(width, 2.0 ** (stats.entropy / math.log(2)))
-
-
-@given(p=problems(with_bias=False, with_softcap=False, scales=(0.0, 0.4, 1.0, 3.0, "row", "row with 0")))
-def test_entropy_is_at_least_log_n_minus_the_scaled_height_of_the_maximum(backend, p):
-    """M-ENT-6: H >= log n - scale * (max s - mean s), the mean over the visible keys."""
-    with serving(backend):
-        stats, s = p.gibbs().stats(), p.score()
-        rows = stats.visible > 0
-        mean = torch.where(reference.seen(s), s, 0.0).sum(-1) / stats.visible.clamp(min=1)
-        bound = stats.visible.clamp(min=1).log() - (stats.max_score - mean)
-        assert (stats.entropy[rows] >= bound[rows] - 1e-11 * max(1.0, p.magnitude)).all()
+        stats, width, prob, s = p.gibbs().stats(), p.gibbs().effective_width(), p.gibbs().probs(), p.score()
+    rows, log_n = stats.visible > 0, stats.visible.clamp(min=1).log()
+    kl = (torch.special.xlogy(prob, prob * stats.visible[..., None])).sum(-1)
+    assert_exact(stats.entropy[rows], (log_n - kl)[rows], magnitude=p.magnitude)
+    assert (stats.entropy >= 0).all()
+    assert (stats.entropy <= log_n + 1e-12).all()
+    size = 1 / (prob**2).sum(-1)
+    assert (size[rows] >= 1 - 1e-9).all()
+    assert (size[rows] <= width[rows] * (1 + 1e-9)).all()
+    assert (width[rows] <= stats.visible[rows] * (1 + 1e-9)).all()
+    assert_exact(width, 2.0 ** (stats.entropy / math.log(2)))
+    mean = torch.where(reference.seen(s), s, 0.0).sum(-1) / stats.visible.clamp(min=1)
+    bound = log_n - (stats.max_score - mean)
+    assert (stats.entropy[rows] >= bound[rows] - 1e-11 * max(1.0, p.magnitude)).all()

@@ -9,9 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita
 from partita import Gibbs
+from partita.engine.dispatch import execute
 from tests.conformance.serving import serving
 from tests.strategies import catalogue, problem
 from tests.tolerances import assert_exact
+
+READS = ("entropy", "log_partition")
 
 
 def leaves(p, *names):
@@ -25,39 +28,24 @@ def test_two_reads_add_their_gradients(backend):
         (query,) = leaves(p, "query")
         gibbs = p.gibbs(query=query)
         together = torch.autograd.grad(gibbs.entropy().sum() + 3 * gibbs.log_partition().sum(), query)[0]
-        apart = [torch.autograd.grad(read(p.gibbs(query=query)).sum(), query)[0] for read in (_entropy, _log_partition)]
+        apart = [torch.autograd.grad(getattr(p.gibbs(query=query), read)().sum(), query)[0] for read in READS]
         assert_exact(together, apart[0] + 3 * apart[1])
 
 
-def _entropy(gibbs):
-    return gibbs.entropy()
-
-
-def _log_partition(gibbs):
-    return gibbs.log_partition()
-
-
-def test_a_retained_graph_may_be_used_twice(backend):
-    p = problem(7, 9)
-    (query,) = leaves(p, "query")
-    with serving(backend):
-        total = p.gibbs(query=query).entropy().sum()
-        a = torch.autograd.grad(total, query, retain_graph=True)[0]
-        b = torch.autograd.grad(total, query)[0]
-        assert torch.equal(a, b)
-
-
 def test_a_read_after_backward_starts_a_new_pass(backend):
-    """A read after a backward that freed the graph does not raise, and has the right gradient."""
+    """After a backward that freed the graph a read does not raise and has the right gradient; a retained one serves."""
     p = problem(7, 9)
     (query,) = leaves(p, "query")
     with serving(backend):
         gibbs = p.gibbs(query=query)
-        first = torch.autograd.grad(gibbs.entropy().sum(), query)[0]
+        entropy = gibbs.entropy().sum()
+        retained = torch.autograd.grad(entropy, query, retain_graph=True)[0]
+        first = torch.autograd.grad(entropy, query)[0]
         second = torch.autograd.grad(gibbs.entropy().sum(), query)[0]
         third = torch.autograd.grad(gibbs.log_partition().sum() + gibbs.expectation(p.value).sum(), query)[0]
         fresh = p.gibbs(query=query)
         expected = torch.autograd.grad(fresh.log_partition().sum() + fresh.expectation(p.value).sum(), query)[0]
+        assert torch.equal(retained, first)
         assert torch.equal(first, second)
         assert_exact(third, expected)
 
@@ -97,7 +85,8 @@ def test_a_read_after_the_inputs_changed_in_place_sees_the_change(backend, kind)
         gibbs.entropy().sum().backward()
         with torch.no_grad():
             changed.mul_(0.5)
-        assert torch.equal(gibbs.entropy().detach(), p.gibbs(**options).entropy().detach())
+        for read in ("entropy", "argmax"):
+            assert torch.equal(getattr(gibbs, read)().detach(), getattr(p.gibbs(**options), read)().detach())
 
 
 def test_reads_inside_no_grad_do_not_take_the_gradient_from_later_reads(backend):
@@ -114,7 +103,7 @@ def test_reads_inside_no_grad_do_not_take_the_gradient_from_later_reads(backend)
 
 
 def test_who_looks_at_operators_sees_the_pass():
-    """Without a gradient the operator is left out, for speed, but not while somebody is looking."""
+    """Without a gradient the operator is left out, for speed, but not under a dispatch mode or the profiler."""
     query, key = torch.randn(3, 4), torch.randn(5, 4)
     seen = []
 
@@ -139,3 +128,50 @@ def test_forward_mode_is_refused_and_not_lost():
     query, key = torch.randn(3, 4), torch.randn(5, 4)
     with forward_ad.dual_level(), pytest.raises((NotImplementedError, RuntimeError), match="jvp"):
         Gibbs(forward_ad.make_dual(query, torch.ones_like(query)), key).entropy()
+
+
+# What was not asked for is not there --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["all", "causal", "segments"])
+def test_without_the_variance_everything_else_is_the_same(backend, kind):
+    """Results and gradients; a GPU's kernel of this level is another one."""
+    p = problem(5, 7, dim=3, dim_value=2, support=catalogue(5, 7)[kind])
+    found = {}
+    for variance in (True, False):
+        query, key, value = (x.clone().requires_grad_() for x in (p.query, p.key, p.value))
+        with serving(backend):
+            sums = p.gibbs(query=query, key=key).reduce(value, p.target, variance=variance, mean=True)
+            rows = (sums.state.entropy(), sums.state.mean_score(), sums.nll())
+            rows = tuple(torch.where(x.isfinite(), x, torch.zeros_like(x)) for x in rows)
+            total = (rows[0] - 0.3 * rows[1] + 0.7 * rows[2]).sum() + sums.mean.sin().sum()
+        found[variance] = (*rows, sums.mean, *torch.autograd.grad(total, (query, key, value)))
+        assert (sums.spread is None) != variance
+        assert sums.state.score_variance().isnan().all() == (not variance)
+    for less, full in zip(found[False], found[True], strict=True):
+        assert_exact(less.detach(), full.detach())
+
+
+def test_a_pass_without_the_variance_is_not_what_later_reads_find(backend):
+    p = problem(4, 6, dim=3, dim_value=2, support=catalogue(4, 6)["all"])
+    with serving(backend):
+        gibbs = p.gibbs()
+        gibbs.reduce(variance=False)
+        assert_exact(gibbs.score_variance(), p.gibbs().score_variance())
+
+
+@pytest.mark.parametrize(
+    ("options", "level"),
+    [({"z_loss": 0.1}, 0), ({"entropy_weight": 0.1}, 1), ({"entropy_weight": 0.1, "return_stats": True}, 2)],
+)
+def test_a_loss_asks_for_what_it_reads(monkeypatch, options, level):
+    seen = []
+
+    def watched(request):
+        seen.append(request.level)
+        return execute(request)
+
+    monkeypatch.setattr("partita.collective.execute", watched)
+    x, weight, target = torch.randn(4, 3), torch.randn(6, 3, requires_grad=True), torch.arange(4)
+    partita.losses.linear_cross_entropy(x, weight, target, **options)
+    assert seen == [level]

@@ -35,9 +35,13 @@ def test_the_target_is_hit(n, fraction, seed):
 
 
 def test_it_is_the_root_that_bisection_finds():
+    """However large the raw scores are, the scaled ones are the same; a width is the exponential of an entropy."""
     p = problem(7, 31, batch=(2,))
     solved = partita.solve_scale(p.query, p.key, entropy=2.0)
     torch.testing.assert_close(solved, reference.solve_scale(p.score(), 2.0), rtol=1e-6, atol=0)
+    larger = partita.solve_scale(1000 * p.query, p.key, entropy=2.0)
+    torch.testing.assert_close(larger, solved / 1000, rtol=1e-6, atol=0)
+    assert_exact(partita.solve_scale(p.query, p.key, width=math.exp(2.0)), solved)
 
 
 @pytest.mark.parametrize("backend_name", ["dense", "tiled-5x3"])
@@ -54,13 +58,6 @@ def test_every_support(kind, backend_name):
     torch.testing.assert_close(reached[wide], torch.full_like(reached[wide], target), rtol=0, atol=1e-8)
     few = reference.visible(p.score()).clamp(min=1).double()
     assert_exact(reached[~wide], few[~wide].log())  # out of reach above: uniform
-
-
-def test_width_is_the_exponential_of_entropy():
-    p = problem(5, 31)
-    assert_exact(
-        partita.solve_scale(p.query, p.key, width=9.0), partita.solve_scale(p.query, p.key, entropy=math.log(9.0))
-    )
 
 
 @pytest.mark.parametrize(
@@ -85,45 +82,27 @@ def test_hard_score_laws(scores, fraction):
     assert reached == pytest.approx(max(target, math.log(ties)), abs=1e-7)
 
 
-def test_a_target_above_log_n_gives_scale_zero():
-    query, key = column(0.0, 1.0, 2.0)
-    assert float(partita.solve_scale(query, key, entropy=math.log(3) + 0.1)) == 0.0
-    assert float(partita.solve_scale(query, key, width=100.0)) == 0.0
-
-
-def test_a_target_below_the_ties_gives_a_finite_cap():
-    """Two equal maxima: H cannot fall below log 2."""
-    query, key = column(0.0, 5.0, 5.0)
-    solved = partita.solve_scale(query, key, entropy=0.1)
-    assert solved.isfinite().all()
-    assert float(partita.Gibbs(query, key, scale=solved).entropy()) == pytest.approx(math.log(2), abs=1e-9)
-
-
-def test_entropy_zero_gives_a_finite_cap():
-    query, key = column(0.0, 1.0, 5.0)
-    solved = partita.solve_scale(query, key, entropy=0.0)
-    assert solved.isfinite().all()
-    assert float(partita.Gibbs(query, key, scale=solved).entropy()) == pytest.approx(0.0, abs=1e-8)
-
-
-@pytest.mark.parametrize("scores", [(3.0,), (2.0, 2.0, 2.0)], ids=["one key", "all equal"])
-def test_rows_without_a_choice_give_a_finite_scale(scores):
+@pytest.mark.parametrize(
+    ("scores", "target", "reached"),
+    [
+        ((0.0, 1.0, 2.0), {"entropy": math.log(3) + 0.1}, math.log(3)),  # more than log n: scale 0
+        ((0.0, 1.0, 2.0), {"width": 100.0}, math.log(3)),
+        ((0.0, 5.0, 5.0), {"entropy": 0.1}, math.log(2)),  # two maxima: H cannot fall below log 2
+        ((0.0, 1.0, 5.0), {"entropy": 0.0}, 0.0),
+        ((3.0,), {"entropy": 0.5}, 0.0),  # one key
+        ((2.0, 2.0, 2.0), {"entropy": 0.5}, math.log(3)),  # all equal
+    ],
+)
+def test_a_target_out_of_reach_gives_a_finite_scale(scores, target, reached):
     query, key = column(*scores)
-    solved = partita.solve_scale(query, key, entropy=0.5)
+    solved = partita.solve_scale(query, key, **target)
     assert solved.isfinite().all()
-    assert float(partita.Gibbs(query, key, scale=solved).entropy()) == pytest.approx(math.log(len(scores)), abs=1e-12)
-
-
-def test_rows_without_keys_give_a_finite_scale():
-    p = problem(3, 5, support=(partita.support.lengths(0), torch.zeros(3, 5, dtype=torch.bool)))
-    assert partita.solve_scale(p.query, p.key, entropy=0.5, support=p.support).isfinite().all()
-
-
-def test_the_scale_is_inverse_to_the_size_of_the_scores():
-    """lambda(c s) = lambda(s) / c: the scaled scores do not know how large the raw ones were."""
-    p = problem(5, 31)
-    small = partita.solve_scale(p.query, p.key, entropy=2.0)
-    torch.testing.assert_close(partita.solve_scale(1000 * p.query, p.key, entropy=2.0), small / 1000, rtol=1e-6, atol=0)
+    if len(set(scores)) == 3 and reached == math.log(3):
+        assert float(solved) == 0.0
+    close = {math.log(2): 1e-9, 0.0: 1e-12 if len(scores) == 1 else 1e-8}.get(reached, 1e-12)
+    assert float(partita.Gibbs(query, key, scale=solved).entropy()) == pytest.approx(reached, abs=close)
+    empty = partita.support.lengths(0)
+    assert partita.solve_scale(query, key, support=empty, **target).isfinite().all()  # rows without keys
 
 
 def test_the_implicit_gradient_is_right():
@@ -167,28 +146,24 @@ def test_solving_through_the_gibbs_keeps_its_entropy_whatever_the_scores():
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({"entropy": 1.0}, [0.0, math.log(2), 1.0, 1.0]), ({"width": 2.0}, [0.0] + [math.log(2)] * 3)],
+    [
+        ({"entropy": 1.0}, [0.0, math.log(2), 1.0, 1.0]),
+        ({"width": 2.0}, [0.0] + [math.log(2)] * 3),
+        ({"fraction": 0.5}, [0.5 * math.log(n) for n in range(1, 5)]),
+    ],
 )
 def test_target_entropy_under_a_causal_support(options, expected):
-    p = problem(4, 4, support=catalogue(4, 4)["causal"])
-    reached = p.gibbs(scale=partita.scale.TargetEntropy(**options)).entropy()
-    torch.testing.assert_close(reached, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-7)
-
-
-def test_a_fraction_is_of_the_log_of_visible_keys():
-    p = problem(6, 6, support=catalogue(6, 6)["causal"])
-    reached = p.gibbs(scale=partita.scale.TargetEntropy(fraction=0.5)).entropy()
-    torch.testing.assert_close(reached, 0.5 * torch.arange(1, 7).double().log(), rtol=0, atol=1e-8)
+    p, policy = problem(4, 4, support=catalogue(4, 4)["causal"]), partita.scale.TargetEntropy(**options)
+    _, stats = partita.attention(p.query, p.key, p.value, is_causal=True, scale=policy, return_stats=True)
+    for reached in (p.gibbs(scale=policy).entropy(), stats.entropy):
+        close = 1e-8 if "fraction" in options else 1e-7
+        torch.testing.assert_close(reached, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=close)
 
 
 def test_attention_with_a_target_width():
-    p = problem(7, 31, batch=(2, 3))
-    _, stats = partita.attention(
-        p.query, p.key, p.value, scale=partita.scale.TargetEntropy(width=5.0), return_stats=True
-    )
-    torch.testing.assert_close(
-        stats.entropy, torch.full((2, 3, 7), math.log(5.0), dtype=torch.float64), rtol=0, atol=1e-8
-    )
+    q, k, v = (torch.randn(2, 3, n, 5, dtype=torch.float64) for n in (7, 31, 31))
+    _, stats = partita.attention(q, k, v, scale=partita.scale.TargetEntropy(width=5.0), return_stats=True)
+    torch.testing.assert_close(stats.entropy, torch.full_like(stats.entropy, math.log(5.0)), rtol=0, atol=1e-8)
 
 
 def test_float32_reaches_the_target_to_four_digits():

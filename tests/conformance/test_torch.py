@@ -15,36 +15,28 @@ from tests.tolerances import assert_exact
 # Equality with torch ------------------------------------------------------------
 
 
-def test_log_partition_is_logsumexp(backend):
-    p = problem(7, 123, batch=(2,))
-    with serving(backend):
-        assert_exact(p.gibbs().log_partition(), torch.logsumexp(p.query @ p.key.mT, -1), magnitude=10)
+OF_TORCH = {
+    "log_partition": lambda s, y: torch.logsumexp(s, -1),
+    "probs": lambda s, y: torch.softmax(s, -1),
+    "nll": lambda s, y: F.cross_entropy(s, y, reduction="none"),
+    "entropy": lambda s, y: torch.distributions.Categorical(logits=s).entropy(),
+}
 
 
-def test_probs_is_softmax(backend):
-    p = problem(7, 123)
-    with serving(backend):
-        assert_exact(p.gibbs().probs(), torch.softmax(p.query @ p.key.mT, -1))
-
-
-def test_nll_is_cross_entropy(backend):
+@pytest.mark.parametrize("read", OF_TORCH)
+def test_a_read_is_that_of_torch(backend, read):
     """M-GIB-7."""
     p = problem(7, 123)
     with serving(backend):
-        expected = F.cross_entropy(p.query @ p.key.mT, p.target, reduction="none")
-        assert_exact(p.gibbs().nll(p.target), expected, magnitude=10)
+        found = getattr(p.gibbs(), read)(*[p.target] * (read == "nll"))
+        assert_exact(found, OF_TORCH[read](p.query @ p.key.mT, p.target), magnitude=10)
 
 
-def test_entropy_is_that_of_torch_distributions(backend):
-    p = problem(7, 123)
-    with serving(backend):
-        expected = torch.distributions.Categorical(logits=p.query @ p.key.mT).entropy()
-        assert_exact(p.gibbs().entropy(), expected, magnitude=10)
-
-
-@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
-def test_attention_is_scaled_dot_product_attention(backend, mask):
-    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, requires_grad=True) for n in (7, 13, 13))
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "float", "grouped", "scale"])
+def test_attention_is_scaled_dot_product_attention(backend, kind):
+    heads = 1 if kind == "grouped" else 3
+    shapes = (2, 3, 7, 8), (2, heads, 13, 8), (2, heads, 13, 8)
+    q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     keep = torch.rand(7, 13) < 0.6
     keep[:, 0] = True
     options = {
@@ -52,26 +44,15 @@ def test_attention_is_scaled_dot_product_attention(backend, mask):
         "causal": {"is_causal": True},
         "bool": {"attn_mask": keep},
         "float": {"attn_mask": torch.randn(2, 1, 7, 13, dtype=torch.float64)},
-    }[mask]
+        "grouped": {"is_causal": True, "enable_gqa": True},
+        "scale": {"scale": 0.7},
+    }[kind]
     with serving(backend):
         ours, theirs = partita.attention(q, k, v, **options), F.scaled_dot_product_attention(q, k, v, **options)
         assert_exact(ours.detach(), theirs.detach())
         weight = torch.randn_like(ours)
         for a, b in zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (ours, theirs)), strict=True):
             assert_exact(a, b)
-
-
-def test_attention_with_grouped_queries_is_that_of_torch(backend):
-    q, k, v = (torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((6, 7), (2, 13), (2, 13)))
-    with serving(backend):
-        ours = partita.attention(q, k, v, is_causal=True, enable_gqa=True)
-        assert_exact(ours, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
-
-
-def test_attention_scale_is_torchs(backend):
-    q, k, v = (torch.randn(2, n, 8, dtype=torch.float64) for n in (7, 13, 13))
-    with serving(backend):
-        assert_exact(partita.attention(q, k, v, scale=0.7), F.scaled_dot_product_attention(q, k, v, scale=0.7))
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -189,33 +170,37 @@ def test_jacobian_of_entropy_is_block_diagonal_in_the_rows(backend):
     assert torch.equal(jacobian.abs().sum(-1) > 0, torch.eye(5, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", ["dense", "tiled"])
-def test_compile_fullgraph_forward_and_backward(name):
+def assert_compiles(function, x, **options):
     """No graph break, the same values, the same gradients."""
     torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    value, expected = torch.compile(function, fullgraph=True, **options)(*x), function(*x)
+    assert_exact(value.detach(), expected.detach())
+    if expected.requires_grad:
+        for a, b in zip(*(torch.autograd.grad(y, x) for y in (value, expected)), strict=True):
+            assert_exact(a, b)
+
+
+@pytest.mark.parametrize("name", ["dense", "tiled"])
+def test_compile_fullgraph_forward_and_backward(name):
     with serving(name):
-        grads = []
-        for f in (compiled, loss):
-            torch.manual_seed(0)
-            x = [y.requires_grad_() for y in inputs(2)]
-            value = f(*x)
-            grads.append((value.detach(), *torch.autograd.grad(value, x)))
-    for a, b in zip(*grads, strict=True):
-        assert_exact(a, b)
+        assert_compiles(loss, [y.requires_grad_() for y in inputs(2)], backend="aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
+def test_compile_with_inductor_forward_and_backward():
+    """The default compiler, which writes C++: slow on a cold cache."""
+    assert_compiles(loss, [y.requires_grad_() for y in inputs(2)])
 
 
 @pytest.mark.parametrize("mode", ["frozen", "no_grad"])
 def test_compile_without_gradients(mode):
     """Evaluation: no input requires a gradient, or none is recorded."""
-    torch._dynamo.reset()
-    x = [y.requires_grad_(mode == "no_grad") for y in inputs()]
     with torch.set_grad_enabled(mode != "no_grad"):
-        assert_exact(torch.compile(loss, fullgraph=True, backend="aot_eager")(*x), loss(*x))
+        assert_compiles(loss, [y.requires_grad_(mode == "no_grad") for y in inputs()], backend="aot_eager")
 
 
 def test_compile_of_the_faces():
-    torch._dynamo.reset()
     target = torch.randint(0, 11, (7,))
 
     def faces(q, k, v, w):
@@ -224,22 +209,13 @@ def test_compile_of_the_faces():
         return loss + stats.entropy.mean() + partita.info_nce_loss(q, out)
 
     x = [torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (7, 7, 7, 11)]
-    value, expected = torch.compile(faces, fullgraph=True, backend="aot_eager")(*x), faces(*x)
-    assert_exact(value.detach(), expected.detach())
-    for a, b in zip(*(torch.autograd.grad(y, x) for y in (value, expected)), strict=True):
-        assert_exact(a, b)
+    assert_compiles(faces, x, backend="aot_eager")
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
-def test_compile_with_inductor_forward_and_backward():
-    """The default compiler, which writes C++: slow on a cold cache."""
-    torch._dynamo.reset()
-    x = [y.requires_grad_() for y in inputs(2)]
-    value, expected = torch.compile(loss, fullgraph=True)(*x), loss(*x)
-    assert_exact(value.detach(), expected.detach())
-    for a, b in zip(*(torch.autograd.grad(y, x) for y in (value, expected)), strict=True):
-        assert_exact(a, b)
+def test_a_whole_stack_of_supports_compiles():
+    support, _ = catalogue(5, 7)["(window | segments) & (mask | not-self)"]
+    read = lambda q, k, v: partita.Gibbs(q, k, support=support).expectation(v)  # noqa: E731
+    assert_compiles(read, inputs(), backend="aot_eager")
 
 
 def test_compile_with_changing_sizes_does_not_recompile_forever():
@@ -264,14 +240,3 @@ def test_autocast_multiplies_in_its_dtype_and_sums_in_float32(backend, dtype):
     for grad in torch.autograd.grad(entropy.sum() + out.float().sum(), (q, k, v)):
         assert grad.dtype == torch.float32
         assert grad.isfinite().all()
-
-
-def test_a_whole_stack_of_supports_compiles():
-    torch._dynamo.reset()
-    support, _ = catalogue(5, 7)["(window | segments) & (mask | not-self)"]
-    x = inputs()
-
-    def read(q, k, v):
-        return partita.Gibbs(q, k, support=support).expectation(v)
-
-    assert_exact(torch.compile(read, fullgraph=True, backend="aot_eager")(*x), read(*x))

@@ -1,4 +1,4 @@
-"""A backend in sixty lines: every score and every product written out. It shows what adding one takes."""
+"""A backend in seventy lines: every score and every product written out. It shows what adding one takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from partita.engine.backends.protocol import Backend
 from partita.engine.request import Request
 from partita.engine.state import State, centre
-from partita.engine.sums import OPERANDS, Sums, Upstream
+from partita.engine.sums import OPERANDS, SumGrads, Sums
 from partita.engine.terms import window_mask
 
 
@@ -44,11 +44,12 @@ def forward(request: Request) -> Sums:
     return sums._replace(target_score=score[..., 0], rank=(s > score).sum(-1) if request.rank else None)
 
 
-def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+def backward(request: Request, peak: Tensor, g: SumGrads, needs: Sequence[bool]) -> dict[str, Tensor]:
     r = request
     s, slope, keys, values = _dense(r)
     c, e = centre(s, peak.to(r.dtype))
-    pull = g.mass[..., None] + g.first[..., None] * (1 + c) + g.second[..., None] * (2 * c + c * c)
+    first, second = (0.0 if x is None else x[..., None] for x in (g.first, g.second))
+    pull = g.mass[..., None] + first * (1 + c) + second * (2 * c + c * c)
     made = {}
     if values is not None and g.moment is not None and r.value is not None:
         pull = pull + (g.moment[..., None, :] * values).sum(-1)
@@ -68,4 +69,4 @@ def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool])
     return {name: {**zero, **made}[name] for name, need in zip(OPERANDS, needs, strict=True) if need and name in zero}
 
 
-BACKEND = Backend("toy", "but only to show what a backend is", lambda request: None, forward, backward)
+BACKEND = Backend("toy", lambda request: None, forward, backward)

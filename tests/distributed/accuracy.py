@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import partita
 from partita import distributed
+from partita.distributed.blocks import Cut
 from tests.distributed.checks import leaf, part, split, total_gradient
 from tests.tolerances import assert_no_worse_than_naive
 
@@ -19,24 +21,27 @@ def _graded(function: Any, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     return out.detach(), *torch.autograd.grad(out.sum(), tensors)
 
 
+def _compare(plain: Any, tensors: list[Tensor], found: Sequence[Tensor]) -> None:
+    """Value and gradients against the plain formula of the same numbers, in float64 and as they are."""
+    truth, naive = _graded(plain, [leaf(t.double()) for t in tensors]), _graded(plain, [leaf(t) for t in tensors])
+    for one, other, exact in zip(found, naive, truth, strict=True):
+        assert_no_worse_than_naive(one, other, exact)
+
+
 def contrast(group: Any) -> None:
     torch.manual_seed(9)
     n, dim, scale = 96, 32, 1 / 0.07
-    x, y = (F.normalize(torch.randn(n, dim, dtype=torch.float64), dim=-1) for _ in range(2))
+    x, y = (F.normalize(torch.randn(n, dim, dtype=torch.float64), dim=-1).float() for _ in range(2))
 
     def plain(a: Tensor, b: Tensor) -> Tensor:
         logits, own = scale * (a @ b.T), torch.arange(n)
         return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
 
-    truth = _graded(plain, [leaf(x.float().double()), leaf(y.float().double())])
-    naive = _graded(plain, [leaf(x.float()), leaf(y.float())])
     sizes = split(n, group.size(), "uneven")
-    own = [leaf(part(t.float(), sizes)) for t in (x, y)]
+    own = [leaf(part(t, sizes)) for t in (x, y)]
     loss = partita.clip_loss(*own, scale, group=group)
     loss.backward()
-    found = (loss.detach(), *(distributed.gather(t.grad, group, 0) for t in own))
-    for a, b, c in zip(found, naive, truth, strict=True):
-        assert_no_worse_than_naive(a, b, c)
+    _compare(plain, [x, y], (loss.detach(), *(distributed.gather(t.grad, group, 0) for t in own)))
 
 
 def classes(group: Any) -> None:
@@ -47,13 +52,10 @@ def classes(group: Any) -> None:
     def plain(a: Tensor, b: Tensor) -> Tensor:
         return F.cross_entropy(a @ b.T, y, label_smoothing=0.1)
 
-    truth, naive = _graded(plain, [leaf(x.double()), leaf(w.double())]), _graded(plain, [leaf(x), leaf(w)])
     a, b = leaf(x), leaf(part(w, split(m, group.size(), "uneven")))
     loss = partita.linear_cross_entropy(a, b, y, label_smoothing=0.1, group=group)
     loss.backward()
-    found = (loss.detach(), total_gradient(a.grad, a), distributed.gather(b.grad, group, 0))
-    for one, other, exact in zip(found, naive, truth, strict=True):
-        assert_no_worse_than_naive(one, other, exact)
+    _compare(plain, [x, w], (loss.detach(), total_gradient(a.grad, a), distributed.gather(b.grad, group, 0)))
 
 
 def sequence(group: Any, dtype: torch.dtype) -> None:
@@ -65,14 +67,11 @@ def sequence(group: Any, dtype: torch.dtype) -> None:
         s = s.masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -torch.inf)
         return s.softmax(-1) @ v
 
-    truth, naive = _graded(plain, [leaf(t.double()) for t in tensors]), _graded(plain, [leaf(t) for t in tensors])
     layout = distributed.zigzag(group)
     own = [leaf(distributed.shard(t, layout)) for t in tensors]
     out = partita.attention(*own, is_causal=True, group=layout)
     out.sum().backward()
-    found = (distributed.gather(out, layout), *(distributed.gather(t.grad, layout) for t in own))
-    for one, other, exact in zip(found, naive, truth, strict=True):
-        assert_no_worse_than_naive(one, other, exact)
+    _compare(plain, tensors, (distributed.gather(out, layout), *(distributed.gather(t.grad, layout) for t in own)))
 
 
 def deterministic(group: Any) -> bool:
@@ -104,9 +103,9 @@ def for_ddp(group: Any) -> None:
     torch.testing.assert_close(total_gradient(b.grad, b) / group.size(), a.grad, rtol=1e-10, atol=1e-10)
 
 
-def bytes_sent(group: Any, n: int, dim: int) -> tuple[int, int]:
-    """What this rank sends round the ring, forward and backward together, and how many messages."""
+def bytes_sent(group: Any, n: int, dim: int) -> tuple[int, int, int]:
+    """Bytes and messages of a pass and its backward, and the number of parts of a block."""
     own = [torch.randn(n, dim, requires_grad=True) for _ in range(2)]
     with distributed.traffic() as sent:
         partita.info_nce_loss(*own, group=group).backward()
-    return sent.sent_bytes, sent.messages
+    return sent.sent_bytes, sent.messages, len(Cut.of(own[1:], n))

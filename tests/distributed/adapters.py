@@ -1,9 +1,7 @@
-"""Adapters whose candidates come from all ranks, beside the originals."""
+"""Adapters whose candidates come from all ranks, next to the originals."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from typing import Any
 
 import torch
@@ -12,13 +10,7 @@ from torch import distributed as dist
 
 from partita.adapters import open_clip
 from partita.adapters.sentence_transformers import MultipleNegativesRankingLoss
-
-GTE = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
-
-
-class Table(nn.Module):
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"sentence_embedding": features["x"]}
+from tests.losses.test_peers import GTE, Table, open_clip_losses
 
 
 def own_rows(columns: int) -> list[Tensor]:
@@ -71,22 +63,11 @@ def cached(group: Any) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def _open_clip_losses() -> Any:
-    files = importlib.metadata.files("open_clip_torch") or []
-    spec = importlib.util.spec_from_file_location(
-        "open_clip_loss", next(f.locate() for f in files if str(f) == "open_clip/loss.py")
-    )
-    assert spec is not None and spec.loader is not None
-    peer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(peer)
-    return peer
-
-
 def clip(group: Any) -> None:
     options = {"gather_with_grad": True, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
     image, text = own_rows(2)
     scale = torch.tensor(3.0, dtype=torch.float64)
-    kinds = (open_clip.ClipLoss, _open_clip_losses().ClipLoss)
+    kinds = (open_clip.ClipLoss, open_clip_losses().ClipLoss)
     ours, theirs = (kind(**options)(image, text, scale) for kind in kinds)
     assert_same(ours, theirs, [image, text])
 
@@ -95,6 +76,6 @@ def siglip(group: Any, dist_impl: str | None) -> None:
     options = {"dist_impl": dist_impl, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
     image, text = own_rows(2)
     scale, bias = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (3.0, -2.0))
-    kinds = (open_clip.SigLipLoss, _open_clip_losses().SigLipLoss)
+    kinds = (open_clip.SigLipLoss, open_clip_losses().SigLipLoss)
     ours, theirs = (kind(**options)(image, text, scale, bias, output_dict=True) for kind in kinds)
     assert_same(ours["contrastive_loss"], theirs["contrastive_loss"], [image, text, scale, bias])

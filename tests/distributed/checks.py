@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Leaf = dict[str, Tensor]
+Rows = dict[str, tuple[Tensor, list[int]]]  # a tensor of all ranks, and how many of its rows each has
 
 
 def split(n: int, world: int, how: str) -> list[int]:
@@ -60,3 +61,44 @@ def total_gradient(grad: Tensor | None, like: Tensor) -> Tensor:
     out = torch.zeros_like(like) if grad is None else grad.clone()
     dist.all_reduce(out)
     return out
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """What a call raises, with its kind."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def against_one_process(
+    group: Any,
+    loss: Callable[..., Any],
+    rows: Rows,
+    same: dict[str, Tensor],
+    cut: Callable[[Tensor], Tensor],  # this rank's part of what one process gives for each row
+    once: dict[str, tuple[Any, Any]] | None = None,  # of one process and of this rank, without a gradient
+    also: Sequence[str] = (),  # statistics whose sums are added to the loss, for their gradients
+    **options: Any,
+) -> None:
+    """Value, statistics and gradients; those of replicated tensors are summed over ranks."""
+    whole = {name: leaf(x) for name, x in (same | {name: x for name, (x, _) in rows.items()}).items()}
+    own = {name: leaf(part(x, rows[name][1]) if name in rows else x) for name, x in whole.items()}
+    first, second = ({name: pair[i] for name, pair in (once or {}).items()} for i in range(2))
+    expected, found = loss(**whole, **first, **options), loss(**own, **second, **options, group=group)
+    if isinstance(expected, tuple):
+        (expected, stats), (found, read) = expected, found
+        close_fields(read, stats, cut)
+    each = expected.dim() > 0
+    close(found, cut(expected) if each else expected, "loss")
+    for name in also:
+        expected, found = (x + getattr(s, name).sum() for x, s in ((expected, stats), (found, read)))
+    # different for every row, the same on whichever rank the row is
+    weight = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64).view(expected.shape) if each else None
+    expected.backward(weight)
+    found.backward(None if weight is None else cut(weight))
+    for name, x in own.items():
+        mine = x.grad if name in rows else total_gradient(x.grad, x)
+        truth = whole[name].grad
+        close(mine, part(truth, rows[name][1]) if name in rows else truth, f"gradient of {name}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+from unittest import mock
 
 import torch
 
 import partita
 from partita import distributed
-from partita.processes import processes_of
-from tests.distributed.checks import close, close_fields, leaf, part, split, total_gradient
+from partita.collective import collective_of
+from partita.engine.request import build
+from tests.distributed.checks import Rows, against_one_process, close, close_fields, leaf, part, split, total_gradient
 
 F64 = torch.float64
 
@@ -38,31 +41,90 @@ def cross_entropy(
         y[3] = -100
     if lead:
         x, y = x[:6].view(2, 3, dim), y[:6].view(2, 3)
-    sharded = {"linear_weight": w}
+    rows: Rows = {"linear_weight": (w, sizes)}
     if bias:
-        sharded["linear_bias"] = torch.randn(classes, dtype=F64)
+        rows["linear_bias"] = torch.randn(classes, dtype=F64), sizes
     if weight:
-        sharded["weight"] = torch.rand(classes, dtype=F64) + 0.5
+        rows["weight"] = torch.rand(classes, dtype=F64) + 0.5, sizes
     shared = {"input": x}
     if sample:
         shared["sample_weight"] = torch.rand(y.shape, dtype=F64)
     if learned_scale:
         shared["scale"] = torch.rand(y.shape, dtype=F64) + 0.5
+    also = ("entropy", "score_variance") if options.get("return_stats") else ()
+    given = {"target": (y, y)}
+    against_one_process(group, partita.linear_cross_entropy, rows, shared, lambda t: t, given, also, **options)
+
+
+def tokens(
+    group: Any,
+    how: str,
+    many: int = 0,
+    kept: bool = False,
+    temperature: bool = False,
+    bias: bool = False,
+    limits: dict[str, float] | None = None,
+) -> None:
+    """token_stats of a vocabulary in slices: every number and gradient of one process."""
+    torch.manual_seed(6)
+    sizes = split(17, group.size(), how)
+    x, w, y = torch.randn(3, 4, 5, dtype=F64), torch.randn(17, 5, dtype=F64), torch.randint(17, (3, 4, many or 1))
+    y[0, 1], y[2, 3, 0] = -100, -100
+    w[5] = w[11]
+    sharded = {"weight": w} | ({"bias": torch.randn(17, dtype=F64)} if bias else {})
+    shared = {"hidden": x} | ({"temperature": torch.rand(3, 4, dtype=F64) + 0.5} if temperature else {})
     whole = {name: leaf(t) for name, t in {**shared, **sharded}.items()}
     own = {name: leaf(t) for name, t in shared.items()} | {name: leaf(part(t, sizes)) for name, t in sharded.items()}
-    expected = partita.linear_cross_entropy(target=y, **whole, **options)
-    found = partita.linear_cross_entropy(target=y, group=group, **own, **options)
-    stats = isinstance(expected, tuple)
-    loss, truth = (found[0], expected[0]) if stats else (found, expected)
-    close(loss, truth, "loss")
-    if stats:
-        assert isinstance(found[1], partita.ClassStats)
-        close_fields(found[1], expected[1], lambda field: field)
-        loss, truth = loss + found[1].entropy.sum(), truth + expected[1].entropy.sum()
-        loss, truth = loss + found[1].score_variance.sum(), truth + expected[1].score_variance.sum()
-    upstream = torch.linspace(0.5, 1.5, loss.numel(), dtype=F64).view(loss.shape)
-    loss.backward(upstream)
-    truth.backward(upstream)
+    want = ["log_prob", "entropy", "varentropy", "log_sum_sq", "mean_logit", "logsumexp", "max_logit", "rank", "is_top"]
+    options: dict[str, Any] = {"ids": y if many else y[..., 0], "want": [*want, "top_k:4"], **(limits or {})}
+    if kept or limits:
+        options["want"].append("kept_mass")
+    if kept:
+        options["kept"] = torch.randint(-1, 17, (3, 4, 6))
+        options["kept"][1, 1] = -1  # nothing is kept of this row
+    with mock.patch("partita.engine.listed._BEST", 2):  # more are exchanged where these have too little mass
+        expected, found = partita.token_stats(**whole, **options), partita.token_stats(group=group, **own, **options)
+    total, truth = torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)
+    if kept or limits:
+        assert torch.equal(found.outside, expected.outside) and found.outside
+    for name in vars(expected):
+        value, true = getattr(found, name), getattr(expected, name)
+        if value.is_floating_point():
+            close(value, true, name)
+        else:
+            assert torch.equal(value, true), name
+        if true.requires_grad:
+            seen = true.detach().isfinite()
+            upstream = torch.linspace(0.5, 1.5, true.numel(), dtype=F64).view(true.shape)
+            total = total + (torch.where(seen, value, 0.0) * upstream).sum()
+            truth = truth + (torch.where(seen, true, 0.0) * upstream).sum()
+    total.backward()
+    truth.backward()
+    for name in sharded:
+        close(own[name].grad, part(whole[name].grad, sizes), f"gradient of {name}")
+    for name in shared:
+        close(total_gradient(own[name].grad, own[name]), whole[name].grad, f"gradient of {name}, summed")
+
+
+def references(group: Any, how: str, kind: str, listed: str = "") -> None:
+    """token_divergence of two vocabularies in slices, or to a teacher's list: one process's values and gradients."""
+    torch.manual_seed(6)
+    sizes = split(17, group.size(), how)
+    shared = {"hidden": torch.randn(3, 4, 5, dtype=F64), "temperature": torch.rand(3, 4, dtype=F64) + 0.5}
+    sharded = {"weight": torch.randn(17, 5, dtype=F64)}
+    options: dict[str, Any] = {"kind": kind, "beta": 0.3}
+    if listed:
+        given, index = torch.randn(3, 4, 17, dtype=F64).log_softmax(-1).topk(4)
+        index[0, 0, 2:] = -1
+        options |= {"teacher_index": index, "teacher_log_prob": given, "tail": listed}
+    else:
+        shared["ref_hidden"], sharded["ref_weight"] = torch.randn(3, 4, 2, dtype=F64), torch.randn(17, 2, dtype=F64)
+    whole = {name: leaf(t) for name, t in {**shared, **sharded}.items()}
+    own = {name: leaf(t) for name, t in shared.items()} | {name: leaf(part(t, sizes)) for name, t in sharded.items()}
+    true, found = partita.token_divergence(**whole, **options), partita.token_divergence(group=group, **own, **options)
+    close(found, true, "divergence")
+    for result in (true, found):
+        (result * torch.linspace(0.5, 1.5, true.numel(), dtype=F64).view(true.shape)).sum().backward()
     for name in sharded:
         close(own[name].grad, part(whole[name].grad, sizes), f"gradient of {name}")
     for name in shared:
@@ -70,20 +132,20 @@ def cross_entropy(
 
 
 def ends(group: Any, how: str) -> None:
-    """Both ends of a row, by their keys in the whole: ties go to the lowest, a nan is an end, products are exact."""
+    """The best key of a row, as named in the whole: ties go to the lowest, a nan is the best, products are exact."""
     torch.manual_seed(9)
     sizes = split(17, group.size(), how)
     x, w, y = torch.tensor([[1.0], [-1.0], [0.0]], dtype=F64), torch.randint(3, (17, 1)).to(F64), torch.zeros(3).long()
     for spoiled in (False, True):
         if spoiled:
             w[13] = torch.nan
-        processes = processes_of(group).agree("ends", [sizes[group.rank()]], {})
+        known = collective_of(group).check_same("ends", [sizes[group.rank()]], {})
         first = sum(sizes[: group.rank()])
         here = torch.full((3,), first <= 0 < first + sizes[group.rank()])
-        found = processes.slices(partita.Gibbs(x, part(w, sizes)), y, here, rank=True, statistics=True)
+        ask = functools.partial(build, x, part(w, sizes))
+        found = known.slices(ask, y, here, rank=True, statistics=True)
         whole = partita.Gibbs(x, w)
-        assert torch.equal(found.places, torch.stack([whole.argmax(), whole.argmin()])), found.places
-        close(found.least, whole.min_score(), "min_score")
+        assert torch.equal(found.argmax, whole.argmax()), found.argmax
 
 
 def replicated(group: Any) -> None:

@@ -8,9 +8,7 @@ from unittest import mock
 
 import torch
 
-import partita
-from partita import distributed
-from partita.distributed._ring import blocks
+from partita.distributed import blocks
 
 
 def _fine() -> Any:
@@ -28,15 +26,7 @@ def cuts(group: Any) -> tuple[int, int, int]:
     with _fine():
         one, heads = torch.zeros(40, 8), torch.zeros(6, 40, 8)
         return (
-            len(blocks.Parts.of([one], 40)),
-            len(blocks.Parts.of([heads, heads], 40)),
-            len(blocks.Parts.of([heads, heads[:1]], 40)),
+            len(blocks.Cut.of([one], 40)),
+            len(blocks.Cut.of([heads, heads], 40)),
+            len(blocks.Cut.of([heads, heads[:1]], 40)),
         )
-
-
-def bytes_sent(group: Any, n: int, dim: int) -> tuple[int, int, int]:
-    """Bytes and messages of a pass and its backward, and into how many parts a block is cut."""
-    own = [torch.randn(n, dim, requires_grad=True) for _ in range(2)]
-    with _fine(), distributed.traffic() as sent:
-        partita.info_nce_loss(*own, group=group).backward()
-        return sent.sent_bytes, sent.messages, len(blocks.Parts.of(own[1:], n))

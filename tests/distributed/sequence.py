@@ -9,7 +9,7 @@ from torch import Tensor
 
 import partita
 from partita import distributed, scale, support
-from partita.distributed._ring.layout import Layout, even_sizes
+from partita.collective import Collective, even_sizes
 from tests.distributed.checks import close, close_fields, leaf, split, total_gradient
 
 F64 = torch.float64
@@ -36,6 +36,11 @@ def _support(name: str | None, n: int, m: int) -> partita.support.Support | None
     }[name]()
 
 
+def positions(sizes: list[int], zigzag: bool, rank: int) -> Tensor:
+    """Where the rows of a rank are in the whole sequence."""
+    return Collective(None, rank, len(sizes), zigzag, (tuple(sizes),)).positions(rank)
+
+
 def attention(
     group: Any,
     how: str,
@@ -60,7 +65,7 @@ def attention(
     if zig:
         group = distributed.zigzag(group)
         sizes, key_sizes = even_sizes(n, world, zig), even_sizes(m, world, zig)
-    rows, keys = Layout.of(sizes, zig).positions(rank), Layout.of(key_sizes, zig).positions(rank)
+    rows, keys = positions(sizes, zig, rank), positions(key_sizes, zig, rank)
 
     q, k, v = torch.randn(B, H, n, dim), torch.randn(B, heads, m, dim), torch.randn(B, heads, m, dim + 1)
     q, k, v = (t.to(F64) for t in (q, k, v))
@@ -116,7 +121,7 @@ def poisoned(group: Any) -> None:
     torch.manual_seed(9)
     n, world, rank = 12, group.size(), group.rank()
     sizes = split(n, world, "uneven")
-    at = Layout.of(sizes, False).positions(rank)
+    at = positions(sizes, False, rank)
     q, k, v = (torch.randn(2, n, 3, dtype=F64) for _ in range(3))
     seen = support.causal() & support.lengths(torch.tensor([5, 9]))
     clean = [leaf(t) for t in (q, k, v)]
@@ -138,7 +143,7 @@ def lowered(group: Any) -> None:
     q, k, v = (torch.randn(2, 16, 8) for _ in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         whole, stats = partita.attention(q, k, v, is_causal=True, return_stats=True)
-        at = Layout.of(split(16, group.size(), "uneven"), False).positions(group.rank())
+        at = positions(split(16, group.size(), "uneven"), False, group.rank())
         own = [leaf(t[:, at]) for t in (q, k, v)]
         found, own_stats = partita.attention(*own, is_causal=True, return_stats=True, group=group)
     assert found.dtype == whole.dtype == torch.bfloat16
@@ -162,7 +167,7 @@ def even_work(group: Any) -> list[int]:
     """How many pairs each rank computes under a causal support, in rank order and in zigzag order."""
     n, out = 480, []
     for layout in (group, distributed.zigzag(group)):
-        order = Layout.of(even_sizes(n, group.size(), layout is not group), layout is not group)
-        at = order.positions(group.rank())
+        zig = layout is not group
+        at = positions(even_sizes(n, group.size(), zig), zig, group.rank())
         out.append(int(support.causal().visible(n, n)[at].sum()))
     return out

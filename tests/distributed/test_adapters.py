@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
+from typing import Any
 
 import pytest
 
 from tests.distributed.world import Worlds
+from tests.losses.test_peers import open_clip_losses
+
+MODES = [None, "in_batch_negatives", "hard_negatives", "all_negatives"]
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("sentence_transformers") is None, reason="pip install sentence-transformers"
 )
-@pytest.mark.parametrize("hardness", [None, "in_batch_negatives", "hard_negatives", "all_negatives"])
-def test_sentence_transformers_gathers_across_devices(worlds: Worlds, hardness: str | None) -> None:
-    worlds.of(2).run("adapters", "ranking", hardness=hardness)
+@pytest.mark.parametrize(("check", "given"), [*(("ranking", {"hardness": mode}) for mode in MODES), ("cached", {})])
+def test_sentence_transformers_gathers_across_devices(worlds: Worlds, check: str, given: dict[str, Any]) -> None:
+    worlds.of(2).run("adapters", check, **given)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("sentence_transformers") is None, reason="pip install sentence-transformers"
-)
-def test_sentence_transformers_cached_gathers_across_devices(worlds: Worlds) -> None:
-    worlds.of(2).run("adapters", "cached")
+IMPLS = [None, "shift", "reduce", "gather"]
 
 
-def _needs_open_clip() -> None:
-    try:
-        importlib.metadata.version("open_clip_torch")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("pip install --no-deps open_clip_torch")
-
-
-def test_open_clip_gathers_with_gradients(worlds: Worlds) -> None:
-    _needs_open_clip()
-    worlds.of(2).run("adapters", "clip")
-
-
-@pytest.mark.parametrize("dist_impl", [None, "shift", "reduce", "gather"])
-def test_open_clip_asks_the_texts_of_all_ranks(worlds: Worlds, dist_impl: str | None) -> None:
-    _needs_open_clip()
-    worlds.of(2).run("adapters", "siglip", dist_impl=dist_impl)
+@pytest.mark.parametrize(("check", "given"), [("clip", {}), *(("siglip", {"dist_impl": how}) for how in IMPLS)])
+def test_open_clip_uses_the_texts_of_all_ranks(worlds: Worlds, check: str, given: dict[str, Any]) -> None:
+    open_clip_losses()  # skips where it is not installed
+    worlds.of(2).run("adapters", check, **given)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.world import World
+from tests.distributed.world import World, Worlds
 
 SPLITS = ["even", "uneven", "empty"]
 CASES: dict[str, dict[str, Any]] = {
@@ -44,6 +44,36 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_cross_entropy(world: World, how: str, case: str) -> None:
     world.run("classes", "cross_entropy", how=how, **CASES[case])
+
+
+TOKENS: list[dict[str, Any]] = [
+    {}, {"many": 3}, {"kept": True}, {"many": 2, "kept": True}, {"temperature": True, "bias": True},
+    *({"limits": x} for x in ({"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2})),
+    {"limits": {"top_k": 9, "top_p": 0.9, "min_p": 0.05}, "many": 2, "bias": True, "temperature": True},
+    {"limits": {"top_k": 40, "top_p": 1.0, "min_p": 0.0}, "kept": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("case", TOKENS, ids=str)
+def test_tokens(world: World, how: str, case: dict[str, Any]) -> None:
+    world.run("classes", "tokens", how=how, **case)
+
+
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("kind", ["forward", "reverse", "cross_entropy", "js", "hellinger"])
+def test_references(world: World, how: str, kind: str) -> None:
+    world.run("classes", "references", how=how, kind=kind)
+    for tail in ("ignore", "bucket") if kind in ("forward", "reverse") else ():
+        world.run("classes", "references", how=how, kind=kind, listed=tail)
+
+
+def test_tokens_on_four_ranks(worlds: Worlds) -> None:
+    """All of it once; every split on four and eight ranks is slow."""
+    for case in TOKENS:
+        worlds.of(4).run("classes", "tokens", how="uneven", **case)
+    for kind, listed in (("js", ""), ("reverse", "bucket")):
+        worlds.of(4).run("classes", "references", how="empty", kind=kind, listed=listed)
 
 
 @pytest.mark.parametrize("how", SPLITS)

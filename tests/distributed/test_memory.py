@@ -14,7 +14,7 @@ MB = 1 << 20
 # What one process cannot do without: gradients, and outputs that are as large. And the blocks that go round.
 RESULTS_MB = {"contrast": 32, "contrast, symmetric": 32, "attention": 64, "classes": 32, "classes, statistics": 32}
 TRAVELLING_MB = {"contrast": 16, "contrast, symmetric": 16, "attention": 32}
-# On the way (partita.distributed._ring.blocks): 2 or 3 of keys, 3 of gradients, the gradients just made of keys and of
+# On the way (partita.distributed.blocks): 3 of keys, 3 of gradients, the gradients just made of keys and of
 # rows; a part has 1 MB, or a sixteenth of a block. And small things.
 PARTS, SMALL_MB = 9, 2.0
 

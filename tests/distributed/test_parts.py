@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.test_contrast import CASES as CONTRASTS
 from tests.distributed.test_sequence import CASES as OPTIONS
@@ -59,26 +58,3 @@ def test_nan_and_autocast(world: World, name: str) -> None:
 def test_classes(world: World, return_stats: bool) -> None:
     arguments = {"how": "uneven", "classes": 41, "return_stats": return_stats}
     world.run("finely", "again", file="classes", check="cross_entropy", **arguments)
-
-
-@pytest.mark.parametrize("check", ["contrast", "classes"])
-def test_float32_is_no_worse_than_twice_the_plain_formula(world: World, check: str) -> None:
-    world.run("finely", "again", file="accuracy", check=check)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_is_no_worse_than_twice_the_plain_formula(world: World, dtype: torch.dtype) -> None:
-    """A backend rounds the gradients of each part to the dtype of its operand: many parts must not make it worse."""
-    world.run("finely", "again", file="accuracy", check="sequence", dtype=dtype)
-
-
-def test_the_same_call_twice_gives_the_same_bits(world: World) -> None:
-    assert all(world.run("finely", "again", file="accuracy", check="deterministic"))
-
-
-def test_parts_send_what_blocks_would(world: World) -> None:
-    n, dim, W = 40, 8, world.size
-    for sent, messages, parts in world.run("finely", "bytes_sent", n=n, dim=dim):
-        assert parts > 1
-        assert sent == 3 * (W - 1) * n * dim * 4
-        assert messages == 3 * (W - 1) * parts

@@ -5,69 +5,54 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita
 from partita import distributed
-from partita.distributed._ring import communication
-from partita.errors import BackendError, PartitaError
+from partita.distributed import blocks
+from tests.distributed.checks import error_of
 
 F64 = torch.float64
 
 
+Call = Callable[[bool, Any, Tensor, Tensor], object]
+INFO, CLASSES, NONE = partita.info_nce_loss, partita.linear_cross_entropy, torch.zeros(4, dtype=torch.int64)
+# calls in which the last rank differs, and what the errors of all ranks name
+DIFFERENT: dict[str, tuple[Call, str]] = {
+    "temperature": (lambda odd, g, x, y: INFO(x, y, temperature=0.2 if odd else 0.1, group=g), "temperature"),
+    "learned temperature": (lambda odd, g, x, y: partita.clip_loss(x, y, torch.tensor(1.0 + odd), group=g), "scale"),
+    "dtype": (lambda odd, g, x, y: INFO(*((x.double(), y.double()) if odd else (x, y)), group=g), "dtype"),
+    "dim": (lambda odd, g, x, y: INFO(x[:, odd:], y[:, odd:], group=g), "last dimension"),
+    "reduction": (lambda odd, g, x, y: INFO(x, y, reduction="sum" if odd else "mean", group=g), "options"),
+    "function": (lambda odd, g, x, y: (partita.nt_xent_loss if odd else INFO)(x, y, group=g), "different functions"),
+    "gradient": (lambda odd, g, x, y: INFO(x, y.requires_grad_(not odd), group=g), "gradient"),
+    "negatives": (lambda odd, g, x, y: INFO(x, y, y if odd else None, group=g), "negative_keys"),
+    "softcap": (lambda odd, g, x, y: partita.attention(x, y, y, softcap=5.0 if odd else None, group=g), "softcap"),
+    "causal": (lambda odd, g, x, y: partita.attention(x, y, y, is_causal=odd, group=g), "options"),
+    "dim of value": (lambda odd, g, x, y: partita.attention(x, y, y[:, odd:], group=g), "value"),
+    "smoothing": (lambda odd, g, x, y: CLASSES(x, y, NONE, label_smoothing=0.1 * odd, group=g), "label_smoothing"),
+    "targets": (lambda odd, g, x, y: CLASSES(x, y, NONE + odd, group=g), "target"),
+    "order of targets": (lambda odd, g, x, y: CLASSES(x, y, torch.arange(4).roll(int(odd)), group=g), "target"),
+    "rows": (lambda odd, g, x, y: CLASSES(x[odd:], y, NONE[odd:], group=g), "rows"),
+    "rows of states": (
+        lambda odd, g, x, y: distributed.merge(partita.Gibbs(x[odd:], y).state(), g),
+        "the rows of the state",
+    ),
+    "order": (lambda odd, g, x, y: partita.attention(x, y, y, group=distributed.zigzag(g) if odd else g), "options"),
+    "own mistake": (lambda odd, g, x, y: INFO(x, y[odd:], group=g), ""),
+}
+
+
 def disagree(group: Any, what: str) -> str:
-    """A call in which the last rank differs; the error's text, with the kind of the error."""
-    odd = group.rank() == group.size() - 1
-    n, dim = 4, 6
-    x, y = torch.randn(n, dim), torch.randn(n, dim)
-    token = torch.randint(5, (n,))
-    token.zero_()
-
-    def call() -> object:
-        if what == "temperature":
-            return partita.info_nce_loss(x, y, temperature=0.2 if odd else 0.1, group=group)
-        if what == "learned temperature":
-            return partita.clip_loss(x, y, torch.tensor(2.0 if odd else 1.0), group=group)
-        if what == "dtype":
-            return partita.info_nce_loss(x.double() if odd else x, y.double() if odd else y, group=group)
-        if what == "dim":
-            return partita.info_nce_loss(x[:, :5] if odd else x, y[:, :5] if odd else y, group=group)
-        if what == "reduction":
-            return partita.info_nce_loss(x, y, reduction="sum" if odd else "mean", group=group)
-        if what == "function":
-            face = partita.nt_xent_loss if odd else partita.info_nce_loss
-            return face(x, y, group=group)
-        if what == "gradient":
-            return partita.info_nce_loss(x, y.requires_grad_(not odd), group=group)
-        if what == "negatives":
-            return partita.info_nce_loss(x, y, y if odd else None, group=group)
-        if what == "softcap":
-            return partita.attention(x, y, y, softcap=5.0 if odd else None, group=group)
-        if what == "causal":
-            return partita.attention(x, y, y, is_causal=odd, group=group)
-        if what == "dim of value":
-            return partita.attention(x, y, y[:, :3] if odd else y, group=group)
-        if what == "smoothing":
-            return partita.linear_cross_entropy(x, y, token, label_smoothing=0.1 if odd else 0.0, group=group)
-        if what == "targets":
-            return partita.linear_cross_entropy(x, y, token + odd, group=group)
-        if what == "rows":
-            return partita.linear_cross_entropy(x[: n - odd], y, token[: n - odd], group=group)
-        if what == "own mistake":
-            return partita.info_nce_loss(x, y[: n - odd], group=group)
-        if what == "order":
-            return partita.attention(x, y, y, group=distributed.zigzag(group) if odd else group)
-        raise ValueError(what)
-
-    try:
-        call()
-    except PartitaError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    """The error's text, with the kind of the error."""
+    odd, (x, y) = group.rank() == group.size() - 1, torch.randn(2, 4, 6)
+    return error_of(lambda: DIFFERENT[what][0](odd, group, x, y))
 
 
 def still_in_step(group: Any) -> float:
@@ -78,13 +63,8 @@ def still_in_step(group: Any) -> float:
 
 def target_outside(group: Any) -> str:
     """A class that no rank has."""
-    try:
-        partita.linear_cross_entropy(
-            torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([3 * group.size()]), group=group
-        )
-    except IndexError as error:
-        return str(error)
-    return "no error"
+    target = torch.tensor([3 * group.size()])
+    return error_of(lambda: CLASSES(torch.zeros(1, 2), torch.zeros(3, 2), target, group=group))
 
 
 def vanish(group: Any, where: str) -> str:
@@ -92,7 +72,7 @@ def vanish(group: Any, where: str) -> str:
     x, y = torch.randn(512, 64, requires_grad=True), torch.randn(512, 64, requires_grad=True)
     partita.info_nce_loss(x, y, group=group).backward()  # everything is connected
     hops = 0
-    original = communication.send_receive
+    original = blocks.send_receive
 
     def dying(*arguments: Any) -> Any:
         nonlocal hops
@@ -101,28 +81,21 @@ def vanish(group: Any, where: str) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments)
 
-    communication.send_receive = dying
+    blocks.send_receive = dying
     try:
-        loss = partita.info_nce_loss(x, y, group=group)
-        loss.backward()
+        INFO(x, y, group=group).backward()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     finally:
         with contextlib.suppress(AttributeError):
-            communication.send_receive = original
+            blocks.send_receive = original
     return "no error"
 
 
 def no_group(group: Any) -> list[str]:
-    """What is said about things that are no group."""
+    """The errors for things that are no group."""
     x = torch.eye(3)
-    out = []
-    for wrong in (1, "world", object()):
-        try:
-            partita.info_nce_loss(x, x, group=wrong)
-        except BackendError as error:
-            out.append(str(error))
-    return out
+    return [error_of(lambda wrong=wrong: INFO(x, x, group=wrong)) for wrong in (1, "world", object())]  # type: ignore[misc]
 
 
 def part_of_the_world(group: Any) -> tuple[float, str]:
@@ -132,11 +105,7 @@ def part_of_the_world(group: Any) -> tuple[float, str]:
     mesh = init_device_mesh("cpu", (group.size(),))
     whole = float(partita.info_nce_loss(x, x, temperature=1.0, group=mesh))
     if group.rank() == 0:
-        try:
-            partita.info_nce_loss(x, x, group=few)
-        except BackendError as error:
-            return whole, str(error)
-        return whole, "no error"
+        return whole, error_of(lambda: INFO(x, x, group=few))
     return whole, str(float(partita.info_nce_loss(x, x, temperature=1.0, group=few)))
 
 
@@ -145,8 +114,4 @@ def flat_mesh_only(group: Any) -> str:
     mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("a", "b"))
     x = torch.eye(3)
     partita.info_nce_loss(x, x, group=mesh["b"])
-    try:
-        partita.info_nce_loss(x, x, group=mesh)
-    except BackendError as error:
-        return str(error)
-    return "no error"
+    return error_of(lambda: INFO(x, x, group=mesh))

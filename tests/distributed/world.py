@@ -1,6 +1,6 @@
 """Real processes in a gloo group that stay alive for many checks: importing torch costs more than most of them.
 
-A worker is told the name of a function of `tests.distributed.checks` and its arguments, runs it as one rank of the
+A worker receives the name of a function of `tests.distributed.checks` and its arguments, runs it as one rank of the
 group, and says how it went. Every rank makes the whole problem from the same seed, so that it can compare its own part
 with what one process finds.
 """

@@ -96,7 +96,7 @@ def test_generation_runs_through_it_and_batches_move_along():
 
 def test_an_attention_that_tells_nothing_is_refused():
     model, other = twins(llama)
-    with pytest.raises(ValueRangeError, match="'eager', which does not tell what a key received"):
+    with pytest.raises(ValueRangeError, match="'eager', which gives no attention received per key"):
         hf_cache.heavy_hitter_cache(other, keep=3, recent=2)
     for keep, recent in ((-1, 2), (3, 0), (2.5, 1)):
         with pytest.raises(ValueRangeError, match="whole number"):

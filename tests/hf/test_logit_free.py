@@ -296,7 +296,7 @@ def test_the_trainers_log_speaks_of_tokens(tmp_path, accumulation):
     assert said["token_log_prob"] == pytest.approx(-said["loss"], rel=1e-3)
     assert said["token_entropy"] == pytest.approx(torch.special.entr(log_p.exp()).sum(-1).mean().item(), rel=1e-4)
     assert said["token_accuracy"] == pytest.approx((log_p.argmax(-1) == target[kept]).float().mean().item())
-    from partita.hf.deferred import LISTENERS
+    from partita.hf.lazy_logits import LISTENERS
 
     assert not LISTENERS
 

@@ -138,6 +138,7 @@ POLICIES = [
     scale.CriticalScale(6, (0.3, 0.7, 1.0, 1.5)),  # as `fit` finds it, a head each
     scale.Mixed(beta=0.5),
     scale.MaxLength(64),
+    scale.BestFor(relevant=2, margin=3.0),
     scale.CalibratedLog(6, 2.0),
     scale.GaussianEntropy(1.0, 2.0),
     scale.TargetEntropy(fraction=0.5),
@@ -262,7 +263,7 @@ def test_what_cannot_be_set_is_told():
     config = transformers.LlamaConfig(
         **SMALL, **TOKENS, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     )
-    with pytest.raises(ValueRangeError, match="with every length"):
+    with pytest.raises(ValueRangeError, match="with the length"):
         partita.hf.set_positions(transformers.LlamaForCausalLM(config), NTK(2.0))
 
 

@@ -76,7 +76,9 @@ def data(folder: Path) -> None:
     """Pictures of noise, each with a sentence of its own; and RN50 in a size for them."""
     from PIL import Image
 
-    draw = torch.Generator().manual_seed(0)
+    # with seed 0 a rounding decides which way training goes: theirs, with noise of 6e-8 in its gradients, is 1e-3 from
+    # itself in two runs of six
+    draw = torch.Generator().manual_seed(1)
     for what, count in (("train", 24), ("validation", 6)):
         lines = ["filepath\ttitle"]
         for i in range(count):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import partita
+from partita import score
 from partita.contrastive import (
     AbovePositive,
     ContrastStats,
@@ -23,7 +24,7 @@ from partita.contrastive import (
     supcon_loss,
     uniformity,
 )
-from partita.theory.contrast import info_nce_batch_gradients
+from partita.errors import DtypeError, ValueRangeError
 from tests import reference
 from tests.losses.checks import assert_equal_with_gradients, leaf
 
@@ -50,14 +51,28 @@ def test_info_nce_is_the_loop_over_its_definition():
     assert_equal_with_gradients(info_nce_loss(q, k, temperature=0.2, symmetric=True), both, (q, k))
 
 
-def test_batch_gradients_are_the_closed_form():
-    """M-INC-3, M-INC-4."""
-    q, k = leaf(7, 5), leaf(7, 5)
-    for symmetric in (False, True):
-        loss = info_nce_loss(q, k, temperature=0.3, normalize=False, symmetric=symmetric)
-        closed = info_nce_batch_gradients(q.detach(), k.detach(), temperature=0.3, symmetric=symmetric)
-        for a, b in zip(torch.autograd.grad(loss, (q, k)), closed, strict=True):
-            torch.testing.assert_close(a, b)
+@pytest.mark.parametrize("n", [3, 200])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("hard", [None, "far", "zero"])
+def test_pairs_in_one_node(n, normalize, symmetric, reduction, hard, monkeypatch):
+    """By the product of torch and of a backend; sums far below the largest score are left to a pass."""
+    monkeypatch.setattr(partita.engine.small, "_PRODUCT", 1 << 18)
+    q, k = leaf(n, 16, scale=0.3), leaf(n, 16, scale=0.3)
+    with torch.no_grad():
+        q[0] *= {None: 1.0, "far": 0.0 if normalize else 1e3, "zero": 1e-13}[hard]
+    t = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    a, b = (unit(q), unit(k)) if normalize else (q, k)
+    s, own = a @ b.mT / t, torch.arange(n)
+    theirs = F.cross_entropy(s, own, reduction=reduction)
+    if symmetric:
+        theirs = (theirs + F.cross_entropy(s.mT, own, reduction=reduction)) / 2
+    ours = info_nce_loss(q, k, temperature=t, normalize=normalize, symmetric=symmetric, reduction=reduction)
+    assert_equal_with_gradients(ours, theirs, (q, k, t))
+    if n == 3 and hard is None:
+        penalty = [torch.autograd.grad(x.sum(), q, create_graph=True)[0].square().sum() for x in (ours, theirs)]
+        assert_equal_with_gradients(*penalty, (q, k, t))
 
 
 def test_the_pull_on_the_positive_is_one_minus_its_probability():
@@ -157,10 +172,10 @@ def test_supcon_without_any_positive_is_zero():
 def test_siglip_asks_every_pair(tiny, monkeypatch):
     """open_clip's SigLipLoss, one process: -sum logsigmoid(labels * logits) / n; also a few rows at a time."""
     if tiny:
-        from partita import rows
+        from partita import recompute
 
-        monkeypatch.setattr(rows, "_SMALL", 1)
-        monkeypatch.setattr(rows, "_AT_ONCE", 20)
+        monkeypatch.setattr(recompute, "_SMALL", 1)
+        monkeypatch.setattr(recompute, "_NUMBERS", 20)
     image, text = leaf(7, 5), leaf(7, 5)
     scale, bias = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (3.0, -2.0))
     labels = 2 * torch.eye(7).double() - 1
@@ -211,10 +226,10 @@ def test_equal_labels_are_no_negatives(symmetric):
 def test_a_rule_on_scores_leaves_negatives_out(rule, tiny, monkeypatch):
     """Equal to a dense mask; with few scores at a time no such mask exists."""
     if tiny:
-        from partita import rows
+        from partita import recompute
 
-        monkeypatch.setattr(rows, "_SMALL", 1)
-        monkeypatch.setattr(rows, "_AT_ONCE", 25)
+        monkeypatch.setattr(recompute, "_SMALL", 1)
+        monkeypatch.setattr(recompute, "_NUMBERS", 25)
     q, k = leaf(9, 5), leaf(9, 5)
     similarity = unit(q) @ unit(k).mT
     if rule == "above":
@@ -372,3 +387,79 @@ def test_gradients_grow_and_die_with_the_temperature():
     assert 0 < top < len(easy) - 1
     assert easy[-1] < 1e-4 * easy[top]
     assert hard == sorted(hard)
+
+
+# ---- scores other than the inner product -----------------------------------------------------------------------------
+
+SCORES = {
+    "cosine": score.Cosine,
+    "squared distance": score.SquaredDistance,
+    "distance": score.Distance,
+    "bilinear": lambda: score.Bilinear(4, 4, dtype=torch.float64),
+    "additive": lambda: score.Additive(4, 4, 3, dtype=torch.float64),
+    "a function": lambda: lambda a, b: (a[..., :, None, :] * b[..., None, :, :]).sin().sum(-1),
+}
+
+
+def surprise(raw, own):  # (n, candidates), (n,) the positive among them
+    return (raw / 0.3).logsumexp(-1).sub(own / 0.3).mean()
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_the_score_may_be_another(kind):
+    """Each form of the loss and its statistics by the dense matrix of scores, with gradients of the parameters too."""
+    torch.manual_seed(0)
+    made, settings = SCORES[kind](), {"temperature": 0.3, "normalize": False}
+    x, y = (torch.randn(6, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    shared, own = torch.randn(5, 4, dtype=torch.float64), torch.randn(6, 3, 4, dtype=torch.float64)
+    raw = made(x, y)
+    positive = raw.diagonal()
+    wanted = {
+        "plain": (surprise(raw, positive), {}),
+        "symmetric": ((surprise(raw, positive) + surprise(raw.mT, positive)) / 2, {"symmetric": True}),
+        "unpaired": (surprise(torch.cat([positive[:, None], made(x, shared)], 1), positive), {"negative_keys": shared}),
+        "paired": (
+            surprise(torch.cat([positive[:, None], made(x[:, None], own)[:, 0]], 1), positive),
+            {"negative_keys": own, "negative_mode": "paired"},
+        ),
+    }
+    labels = torch.tensor([0, 0, 1, 1, 2, 3])
+    other = (labels[:, None] != labels) | torch.eye(6, dtype=torch.bool)
+    wanted["labels"] = surprise(raw.masked_fill(~other, -torch.inf), positive), {"labels": labels}
+    learned = list(made.parameters()) if isinstance(made, torch.nn.Module) else []
+    for name, (value, options) in wanted.items():
+        loss = partita.info_nce_loss(x, y, score=made, **settings, **options)
+        torch.testing.assert_close(loss, value, msg=name)
+        grads, by_hand = (torch.autograd.grad(v, [x, y, *learned], retain_graph=True) for v in (loss, value))
+        torch.testing.assert_close(grads, by_hand, rtol=1e-6, atol=1e-9, msg=name)
+    _, stats = partita.info_nce_loss(x, y, score=made, return_stats=True, **settings)
+    rest = raw.detach()[~torch.eye(6, dtype=torch.bool)].view(6, 5)
+    torch.testing.assert_close(stats.negative_similarity, rest.mean(-1))
+    torch.testing.assert_close(stats.negative_variance, rest.var(-1, unbiased=False))
+    assert torch.equal(stats.target_rank, (rest > positive.detach()[:, None]).sum(-1))
+    _, among = partita.info_nce_loss(x, y, own, negative_mode="paired", score=made, return_stats=True, **settings)
+    torch.testing.assert_close(among.negative_similarity, made(x[:, None], own)[:, 0].mean(-1).detach())
+    _, known = partita.info_nce_loss(x, y, labels=labels, score=made, return_stats=True, **settings)
+    assert torch.equal(known.target_rank, ((raw > positive[:, None]) & other).sum(-1))
+
+
+def test_a_score_is_of_the_vectors_as_they_are_normalised():
+    x, y = torch.randn(2, 5, 3, dtype=torch.float64).unbind(0)
+    unit = torch.nn.functional.normalize
+    near = partita.info_nce_loss(x, y, temperature=0.5, score=score.Distance())
+    raw = -torch.cdist(unit(x, dim=-1), unit(y, dim=-1)) / 0.5
+    torch.testing.assert_close(near, torch.nn.functional.cross_entropy(raw, torch.arange(5)))
+    cosines = partita.info_nce_loss(x, y, normalize=False, score=score.Cosine())
+    torch.testing.assert_close(cosines, partita.info_nce_loss(x, y))
+    module = partita.nn.InfoNCELoss(score=score.Bilinear(3, 3, dtype=torch.float64))
+    assert [name for name, _ in module.named_parameters()] == ["score.weight"] and module(x, y).isfinite()
+
+
+def test_what_needs_inner_products_says_so():
+    x = torch.randn(4, 3)
+    assert partita.info_nce_loss(x, x, score=score.Cosine(), hardness=0.5).isfinite()
+    for options in ({"hardness": 0.5}, {"exclude": AbovePositive()}):
+        with pytest.raises(ValueRangeError, match="look at inner products"):
+            partita.info_nce_loss(x, x, score=score.Distance(), **options)
+    with pytest.raises(DtypeError, match="Make one of this class"):
+        partita.info_nce_loss(x, x, score=score.Cosine)

@@ -83,7 +83,7 @@ def test_distillation_compiles_into_one_graph():
 
 def test_what_cannot_be_distilled_is_refused():
     x, w, y, v = heads()
-    with pytest.raises(ShapeError, match="both heads must have as many classes; got 37 and 36"):
+    with pytest.raises(ShapeError, match="both heads must have the same number of classes; got 37 and 36"):
         linear_distillation_loss(x, w, y, v[:-1])
     with pytest.raises(ShapeError, match="input and teacher_input must have the same rows"):
         linear_distillation_loss(x, w, y[:-1], v)

@@ -176,14 +176,19 @@ def test_metric_learning_memory(name):
         assert_equal_with_gradients(*(m(x, labels) for m in memories), (x,))
 
 
-def test_metric_learning_arguments_that_need_a_matrix_are_refused():
-    """The piece of its front page that sets them, too."""
+def test_metric_learning_arguments_that_are_not_served_are_refused():
+    """The piece of its front page that sets them, too: distance and reducer are taken, the regularizer is not."""
     assert metric_learning.NTXentLoss(0.1, reducer=None).temperature == 0.1
-    with pytest.raises(ValueError, match="distance, reducer would need the n x n matrix"):
-        metric_learning.NTXentLoss(distance=object(), reducer=object())
+    with pytest.raises(ValueError, match="distance must be CosineSimilarity, DotProductSimilarity or LpDistance"):
+        metric_learning.NTXentLoss(distance=object())
+    with pytest.raises(ValueError, match="reducer must be one of"):
+        metric_learning.NTXentLoss(reducer=object())
+    distances = peer("pytorch_metric_learning.distances")
+    with pytest.raises(ValueError, match="or None; got SNRDistance"):
+        metric_learning.NTXentLoss(distance=distances.SNRDistance())
     theirs, ours = theirs_and_ours(piece_with("distance = CosineSimilarity()"), "NTXentLoss")
     run(theirs)
-    with pytest.raises(ValueError, match="distance, reducer, embedding_regularizer would need"):
+    with pytest.raises(ValueError, match="and not embedding_regularizer"):
         run(ours)
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import partita
 from partita import metrics
 from partita.calibration import fit_temperature
+from partita.errors import DtypeError, ValueRangeError
 from partita.losses import linear_cross_entropy
 
 
@@ -168,3 +169,21 @@ def test_fitting_without_an_optimum_stays_finite():
         fit_temperature(x, w, torch.full((4,), -100))
     with pytest.raises(ValueError, match="target"):
         fit_temperature(x, w, torch.arange(3))
+
+
+def test_the_bound_on_mutual_information():
+    """M-INC-2: log n - mean loss, at most log n; slack below half a nat is saturation; domains are checked."""
+    bound = partita.mutual_information_bound(torch.tensor([0.1, 0.3]), 16)
+    assert bound.value.item() == pytest.approx(math.log(16) - 0.2, abs=1e-6)
+    assert bound.cap.item() == pytest.approx(math.log(16))
+    assert bound.slack.item() == pytest.approx(0.2, abs=1e-6)
+    assert bound.fraction.item() == pytest.approx(1 - 0.2 / math.log(16))
+    assert bound.saturated
+    assert not partita.mutual_information_bound(2.0, 64).saturated
+    assert partita.mutual_information_bound(0.0, 1).fraction.isnan()
+    with pytest.raises(ValueRangeError, match="n >= 1"):
+        partita.mutual_information_bound(0.1, 0)
+    with pytest.raises(ValueRangeError, match="not negative"):
+        partita.mutual_information_bound(-0.1, 4)
+    with pytest.raises(DtypeError, match="a number"):
+        partita.mutual_information_bound("0.1", 4)

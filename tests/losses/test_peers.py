@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import warnings
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 
 import partita
 from partita.adapters import metric_learning, open_clip
-from partita.adapters.sentence_transformers import MultipleNegativesRankingLoss
+from partita.adapters.sentence_transformers import MultipleNegativesRankingLoss, ranking_loss
 from partita.contrastive import nt_xent_loss, supcon_loss
 from partita.errors import ValueRangeError
 from tests.losses.checks import assert_equal_with_gradients, leaf
@@ -38,48 +40,89 @@ class Table(nn.Module):
 GTE = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 
 
+BOTH = {"directions": GTE[::2]}
+RANKINGS = [
+    {},
+    BOTH | {"partition_mode": "per_direction"},
+    BOTH,
+    {"directions": GTE},
+    *(
+        {"directions": directions, "hardness_mode": mode, "hardness_strength": 7.0}
+        for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
+        for directions in (GTE[:1], GTE)
+    ),
+    {"scale": 1.0, "similarity_fct": "dot_score"},
+]
+
+
 @pytest.mark.parametrize("columns", [2, 3, 5])
-@pytest.mark.parametrize(
-    ("directions", "mode"),
-    [
-        (("query_to_doc",), "joint"),
-        (("query_to_doc", "doc_to_query"), "per_direction"),
-        (("query_to_doc", "doc_to_query"), "joint"),
-        (GTE, "joint"),
-    ],
-)
-def test_sentence_transformers_ranking_loss(columns, directions, mode):
-    losses = peer("sentence_transformers.sentence_transformer.losses")
-    theirs = losses.MultipleNegativesRankingLoss(Table(), directions=directions, partition_mode=mode)
-    ours = MultipleNegativesRankingLoss(Table(), directions=directions, partition_mode=mode)
+@pytest.mark.parametrize("options", RANKINGS, ids=str)
+def test_sentence_transformers_ranking_loss(columns, options):
+    losses, util = peer("sentence_transformers.sentence_transformer.losses"), peer("sentence_transformers.util")
+    if "similarity_fct" in options:
+        options = options | {"similarity_fct": util.dot_score}
+    theirs, ours = (
+        kind(Table(), **options) for kind in (losses.MultipleNegativesRankingLoss, MultipleNegativesRankingLoss)
+    )
     given = [leaf(7, 6) for _ in range(columns)]
     features = [{"x": x} for x in given]
     assert_equal_with_gradients(ours(features, None), theirs(features, None), given)
     assert ours.last_stats.entropy.shape == (7,)
-    assert ours.get_config_dict()["scale"] == theirs.get_config_dict()["scale"]
+    assert ours.get_config_dict() == theirs.get_config_dict()
 
 
-def test_sentence_transformers_with_dot_products():
-    losses = peer("sentence_transformers.sentence_transformer.losses")
-    util = peer("sentence_transformers.util")
-    given = [leaf(7, 6) for _ in range(3)]
+class Bilinear(nn.Module):
+    """A similarity with a parameter that is not symmetric: an exchange of its arguments shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
+
+    def forward(self, a, b):
+        return a @ self.weight.to(a.dtype) @ b.T
+
+
+SIMILARITIES = {
+    "partial": lambda util: functools.partial(util.cos_sim),
+    "euclidean": lambda util: util.euclidean_sim,
+    "manhattan": lambda util: util.manhattan_sim,
+    "learned": lambda util: Bilinear(),
+}
+SETTINGS = {
+    "plain": {},
+    "both ways": BOTH | {"partition_mode": "per_direction"},
+    "all directions": {"directions": GTE},
+    **{
+        mode: {"directions": GTE, "hardness_mode": mode, "hardness_strength": 0.5}
+        for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
+    },
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_sentence_transformers_with_any_similarity(similarity, settings):
+    """Of a tile at a time, in value, gradient and description; a module's parameters get theirs."""
+    losses, util = peer("sentence_transformers.sentence_transformer.losses"), peer("sentence_transformers.util")
+    score = SIMILARITIES[similarity](util)
+    kinds = (MultipleNegativesRankingLoss, losses.MultipleNegativesRankingLoss)
+    given = [leaf(37, 6) for _ in range(3)]
     features = [{"x": x} for x in given]
-    theirs = losses.MultipleNegativesRankingLoss(Table(), scale=1.0, similarity_fct=util.dot_score)
-    ours = MultipleNegativesRankingLoss(Table(), scale=1.0, similarity="dot")
-    assert_equal_with_gradients(ours(features, None), theirs(features, None), given)
+    ours, theirs = (kind(Table(), scale=2.0, similarity_fct=score, **SETTINGS[settings]) for kind in kinds)
+    own = list(score.parameters()) if isinstance(score, nn.Module) else []
+    assert_equal_with_gradients(ours(features, None), theirs(features, None), [*given, *own])
+    assert ours.get_config_dict() == theirs.get_config_dict()
 
 
-@pytest.mark.parametrize("columns", [2, 3, 5])
-@pytest.mark.parametrize("mode", ["in_batch_negatives", "hard_negatives", "all_negatives"])
-@pytest.mark.parametrize("directions", [("query_to_doc",), GTE])
-def test_sentence_transformers_hardness(columns, mode, directions):
-    losses = peer("sentence_transformers.sentence_transformer.losses")
-    options = {"directions": directions, "hardness_mode": mode, "hardness_strength": 7.0}
-    theirs = losses.MultipleNegativesRankingLoss(Table(), **options)
-    ours = MultipleNegativesRankingLoss(Table(), **options)
-    given = [leaf(7, 6) for _ in range(columns)]
-    features = [{"x": x} for x in given]
-    assert_equal_with_gradients(ours(features, None), theirs(features, None), given)
+@pytest.mark.parametrize("columns", [2, 3])
+def test_statistics_of_a_ranking_are_the_same_by_either_way(columns):
+    """The inner product as a function must be read as the inner product is: ranks, moments and all."""
+    query, *docs = (leaf(9, 6) for _ in range(columns))
+    plain, stats = ranking_loss(query, docs, 3.0, return_stats=True)
+    other, read = ranking_loss(query, docs, 3.0, score=lambda a, b: a @ b.T, return_stats=True)
+    torch.testing.assert_close(other, plain)
+    for name, a, b in zip(stats._fields, read, stats, strict=True):
+        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_sentence_transformers_arguments_are_all_there_in_the_same_order():
@@ -99,8 +142,9 @@ def test_sentence_transformers_arguments_are_all_there_in_the_same_order():
     )
     one, other = losses.MultipleNegativesRankingLoss(*given), MultipleNegativesRankingLoss(*given)
     assert one.get_config_dict() == other.get_config_dict() and one.temperature == other.temperature
-    with pytest.raises(ValueRangeError, match="make a matrix that this loss does without"):
-        MultipleNegativesRankingLoss(Table(), similarity_fct=util.euclidean_sim)
+    for bad in ("euclidean", 3):
+        with pytest.raises(ValueRangeError, match="similarity must be 'cos' or 'dot'"):
+            MultipleNegativesRankingLoss(Table(), similarity_fct=bad)
     with pytest.raises(ValueRangeError, match="hardness_mode must be None or one of"):
         MultipleNegativesRankingLoss(Table(), hardness_mode="all")
 
@@ -124,10 +168,13 @@ class Sentences(nn.Sequential):
         {"mini_batch_size": 2, "directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
         {"mini_batch_size": 4, "hardness_mode": "all_negatives", "hardness_strength": 3.0},
         {"mini_batch_num_tokens": 12},
+        {"mini_batch_size": 3, "similarity_fct": "partial"},
     ],
 )
 def test_sentence_transformers_cached(columns, options):
     losses = peer("sentence_transformers.sentence_transformer.losses")
+    if "similarity_fct" in options:
+        options = options | {"similarity_fct": SIMILARITIES["partial"](peer("sentence_transformers.util"))}
     from partita.adapters.sentence_transformers import CachedMultipleNegativesRankingLoss
 
     model = Sentences()
@@ -147,6 +194,7 @@ def test_sentence_transformers_cached(columns, options):
             torch.manual_seed(3)
             torch.testing.assert_close(loss(features, None), out.detach())
         assert loss.get_config_dict()["mini_batch_size"] == options.get("mini_batch_size", 32)
+        assert loss.get_config_dict()["similarity_fct"] == "cos_sim"
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
     mine, theirs = (
@@ -157,7 +205,7 @@ def test_sentence_transformers_cached(columns, options):
 
 
 def test_sentence_transformers_cached_keeps_statistics_and_its_settings():
-    util = peer("sentence_transformers.util")
+    peer("sentence_transformers.util")
     from partita.adapters.sentence_transformers import CachedMultipleNegativesRankingLoss
 
     loss = CachedMultipleNegativesRankingLoss(Sentences(), mini_batch_size=2)
@@ -166,8 +214,11 @@ def test_sentence_transformers_cached_keeps_statistics_and_its_settings():
     assert loss.last_stats.entropy.shape == (5,)
     loss.scale = 1.0  # goes on to the loss that computes
     assert loss.loss.scale == 1.0 and loss.temperature == 1.0
-    with pytest.raises(ValueRangeError, match="make a matrix that this loss does without"):
-        CachedMultipleNegativesRankingLoss(Sentences(), similarity_fct=util.euclidean_sim)
+    loss.similarity_fct = similarity = nn.CosineSimilarity(dim=-1)  # a module, and one without a name
+    assert loss.similarity_fct is similarity and loss.loss.similarity_fct is similarity
+    assert loss.get_config_dict()["similarity_fct"] == "CosineSimilarity"
+    with pytest.raises(ValueRangeError, match="similarity must be 'cos' or 'dot'"):
+        CachedMultipleNegativesRankingLoss(Sentences(), similarity_fct="euclidean")
 
 
 def open_clip_losses():
@@ -222,27 +273,116 @@ LABELS = [
 ]
 
 
-@pytest.mark.parametrize("labels", LABELS, ids=["views", "uneven"])
-@pytest.mark.parametrize("refs", [False, True])
-def test_metric_learning_supcon(labels, refs):
-    pml = peer("pytorch_metric_learning.losses")
-    x, keys = leaf(12, 6), leaf(8, 6)
-    given = {"ref_emb": keys, "ref_labels": torch.tensor([0, 0, 1, 2, 3, 3, 5, 7])} if refs else {}
-    theirs = pml.SupConLoss()(x, labels, **given)
-    leaves = (x, keys) if refs else (x,)
-    assert_equal_with_gradients(metric_learning.SupConLoss()(x, labels, **given), theirs, leaves)
-    assert_equal_with_gradients(supcon_loss(x, labels, **given), theirs, leaves)
+MINERS = {
+    "nothing": lambda miners: None,
+    "triplets": lambda miners: miners.TripletMarginMiner(margin=0.5),
+    "pairs": lambda miners: miners.MultiSimilarityMiner(epsilon=0.3),
+    "hardest": lambda miners: miners.BatchHardMiner(),
+    "easy and hard": lambda miners: miners.BatchEasyHardMiner(),
+}
+REFS = torch.tensor([0, 0, 1, 2, 3, 3, 5, 7])
 
 
-@pytest.mark.parametrize("labels", LABELS, ids=["views", "uneven"])
+@pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
+@pytest.mark.parametrize(("labels", "miner"), [(0, "nothing"), *((1, miner) for miner in MINERS)])
 @pytest.mark.parametrize("refs", [False, True])
-def test_metric_learning_nt_xent(labels, refs):
+def test_metric_learning(name, labels, miner, refs):
+    """Of labels and of mined tuples, by the module and, where it is the same, by the function."""
+    pml, miners = peer("pytorch_metric_learning.losses"), peer("pytorch_metric_learning.miners")
+    x, keys, labels = leaf(12, 6), leaf(8, 6), LABELS[labels]
+    given, leaves = ({"ref_emb": keys, "ref_labels": REFS}, (x, keys)) if refs else ({}, (x,))
+    mine = MINERS[miner](miners)
+    tuples = None if mine is None else mine(x, labels, **given)
+    assert tuples is None or len(tuples[0])
+    temperature = 0.1 if name == "SupConLoss" else 0.2
+    ours, theirs = (
+        getattr(m, name)(temperature=temperature)(x, labels, tuples, **given) for m in (metric_learning, pml)
+    )
+    assert_equal_with_gradients(ours, theirs, leaves)
+    if name == "SupConLoss" and tuples is None:
+        assert_equal_with_gradients(supcon_loss(x, labels, **given), theirs, leaves)
+
+
+DISTANCES = {
+    "cosine": lambda d: d.CosineSimilarity(),
+    "squared cosine": lambda d: d.CosineSimilarity(power=2),
+    "product": lambda d: d.DotProductSimilarity(normalize_embeddings=False),
+    "euclidean": lambda d: d.LpDistance(),
+    "euclidean as given": lambda d: d.LpDistance(normalize_embeddings=False),
+    "squared": lambda d: d.LpDistance(power=2),
+    "manhattan": lambda d: d.LpDistance(p=1),
+}
+REDUCERS = {
+    "own": lambda r: None,
+    "mean": lambda r: r.MeanReducer(),
+    "sum": lambda r: r.SumReducer(),
+    "not zero": lambda r: r.AvgNonZeroReducer(),
+    "anchor": lambda r: r.PerAnchorReducer(r.AvgNonZeroReducer()),
+    "none": lambda r: r.DoNothingReducer(),
+}
+
+
+def losses_alone(found):
+    """What DoNothingReducer gives: the losses one by one, in an order of their indices."""
+    if isinstance(found, torch.Tensor):
+        return found
+    ((_, found),) = found.items()
+    index = found["indices"]
+    if isinstance(index, tuple):
+        index = index[0] * 1000 + index[1]
+    return found["losses"][index.argsort()]
+
+
+@pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
+@pytest.mark.parametrize(
+    ("distance", "reducer"), [*((d, "own") for d in DISTANCES), *(("euclidean", r) for r in REDUCERS if r != "own")]
+)
+@pytest.mark.parametrize("use", ["labels", "refs", "mined"])
+def test_metric_learning_distances_and_reducers(name, distance, reducer, use):
+    pml, distances, reducers = (peer(f"pytorch_metric_learning.{x}") for x in ("losses", "distances", "reducers"))
+    x, keys, labels = leaf(12, 6), leaf(8, 6), LABELS[1]
+    given, leaves = {}, (x,)
+    if use == "refs":
+        given, leaves = {"ref_emb": keys, "ref_labels": REFS}, (x, keys)
+    elif use == "mined":
+        given = {"indices_tuple": peer("pytorch_metric_learning.miners").MultiSimilarityMiner(epsilon=0.3)(x, labels)}
+    options = {"temperature": 0.5, "distance": DISTANCES[distance](distances), "reducer": REDUCERS[reducer](reducers)}
+    ours, theirs = (losses_alone(getattr(m, name)(**options)(x, labels, **given)) for m in (metric_learning, pml))
+    assert_equal_with_gradients(ours, theirs, leaves)
+
+
+@pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
+@pytest.mark.parametrize("distance", [None, "euclidean"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_metric_learning_with_nothing_to_compare_is_zero(name, distance, dtype):
+    """Labels all equal, all different, one vector, one pair of each kind: all labels of up to three vectors, with
+    references and without. Where there is a loss it is theirs."""
+    pml, distances = peer("pytorch_metric_learning.losses"), peer("pytorch_metric_learning.distances")
+    options = {"temperature": 0.5} | ({"distance": distances.LpDistance()} if distance else {})
+    ours, theirs = (getattr(m, name)(**options) for m in (metric_learning, pml))
+    near = 30 * torch.finfo(dtype).eps
+    for n in (1, 2, 3):
+        for labels in map(torch.tensor, itertools.product(range(3), repeat=n)):
+            x = torch.randn(n, 3).to(dtype).requires_grad_()
+            refs = {"ref_emb": torch.randn(2, 3).to(dtype), "ref_labels": torch.tensor([0, 1])}
+            for given in ({}, refs):
+                a, b = ours(x, labels, **given), theirs(x, labels, **given)
+                torch.testing.assert_close(a, b, rtol=near, atol=near)
+                assert b != 0 or a == 0, f"{labels}, {given}"
+                assert a.requires_grad and torch.autograd.grad(a, x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_sole_positive_that_holds_everything_has_no_loss(dtype):
+    """Nor has it a place in the mean of the package, which counts the losses above 0."""
     pml = peer("pytorch_metric_learning.losses")
-    x, keys = leaf(12, 6), leaf(8, 6)
-    given = {"ref_emb": keys, "ref_labels": torch.tensor([0, 0, 1, 2, 3, 3, 5, 7])} if refs else {}
-    theirs = pml.NTXentLoss(temperature=0.2)(x, labels, **given)
-    ours = metric_learning.NTXentLoss(temperature=0.2)(x, labels, **given)
-    assert_equal_with_gradients(ours, theirs, (x, keys) if refs else (x,))
+    far = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.1], [-1.0, -0.1], [-1.0, 0.3]], dtype=dtype)
+    x, labels = (far + 1e-3 * torch.randn(5, 2, dtype=dtype)).requires_grad_(), torch.tensor([0, 0, 1, 1, 2])
+    near = 1e-10 if dtype == torch.float64 else 1e-5
+    ours, theirs = (m.SupConLoss(temperature=0.02)(x, labels) for m in (metric_learning, pml))
+    torch.testing.assert_close(ours, theirs, rtol=near, atol=near)
+    rows = supcon_loss(x, labels, temperature=0.02, reduction="none")
+    assert (rows[[0, 1, 4]] == 0).all() and (rows[2:4] > 0).all()
 
 
 def test_metric_learning_on_two_views_is_nt_xent():
@@ -253,28 +393,6 @@ def test_metric_learning_on_two_views_is_nt_xent():
     assert_equal_with_gradients(nt_xent_loss(a, b), theirs, (a, b))
 
 
-MINERS = {
-    "triplets": lambda miners: miners.TripletMarginMiner(margin=0.5),
-    "pairs": lambda miners: miners.MultiSimilarityMiner(epsilon=0.3),
-    "hardest": lambda miners: miners.BatchHardMiner(),
-    "easy and hard": lambda miners: miners.BatchEasyHardMiner(),
-}
-
-
-@pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
-@pytest.mark.parametrize("miner", MINERS)
-@pytest.mark.parametrize("refs", [False, True])
-def test_metric_learning_mined_tuples(name, miner, refs):
-    pml, miners = peer("pytorch_metric_learning.losses"), peer("pytorch_metric_learning.miners")
-    x, keys, labels = leaf(12, 6), leaf(8, 6), LABELS[1]
-    given = {"ref_emb": keys, "ref_labels": torch.tensor([0, 0, 1, 2, 3, 3, 5, 7])} if refs else {}
-    tuples = MINERS[miner](miners)(x, labels, **given)
-    assert len(tuples[0])
-    theirs = getattr(pml, name)(temperature=0.2)(x, labels, tuples, **given)
-    ours = getattr(metric_learning, name)(temperature=0.2)(x, labels, tuples, **given)
-    assert_equal_with_gradients(ours, theirs, (x, keys) if refs else (x,))
-
-
 @pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
 def test_metric_learning_mined_lists_of_their_own(name, monkeypatch):
     """Pairs that come twice, an anchor with a positive alone, no labels at all, nothing mined; in blocks too."""
@@ -283,8 +401,8 @@ def test_metric_learning_mined_lists_of_their_own(name, monkeypatch):
     x = leaf(6, 5)
     tuples = tuple(torch.tensor(t) for t in ([0, 0, 1, 4, 5], [1, 1, 0, 3, 2], [0, 0, 1, 2], [2, 2, 3, 5]))
     assert_equal_with_gradients(ours(x, None, tuples), theirs(x, None, tuples), (x,))
-    monkeypatch.setattr("partita.rows._SMALL", 0)
-    monkeypatch.setattr("partita.rows._AT_ONCE", 10)
+    monkeypatch.setattr("partita.recompute._SMALL", 0)
+    monkeypatch.setattr("partita.recompute._NUMBERS", 10)
     assert_equal_with_gradients(ours(x, None, tuples), theirs(x, None, tuples), (x,))
     none = (torch.tensor([], dtype=torch.int64),) * 4
     assert ours(x, None, none).item() == 0.0

@@ -45,7 +45,7 @@ def test_linear_cross_entropy_on_torchs_samples(variant):
     found = samples("linear_cross_entropy", variant)
     for sample in found:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says which samples its chunks cannot do
+            warnings.simplefilter("ignore")  # torch warns of the samples its chunks cannot do
             theirs = F.linear_cross_entropy(sample.input, *sample.args, **sample.kwargs)
         given = {name: x for name, x in sample.kwargs.items() if name != "options"}
         ours = linear_cross_entropy(sample.input, *sample.args, **given)

@@ -16,16 +16,22 @@ from partita import scale as scales
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    """Causal self-attention of two heads."""
+
+    def __init__(self, width: int = 16, causal: bool = True) -> None:
         super().__init__()
-        self.qkv = nn.Linear(16, 48)
+        self.qkv, self.causal = nn.Linear(width, 3 * width), causal
 
     def heads(self, x: Tensor) -> Any:
-        return (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(x)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+
+
+def small() -> Attention:
+    return Attention(8, causal=False)
 
 
 class HandAttention(Attention):
@@ -49,8 +55,10 @@ class Receiving(OwnAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(x)
-        out, received = partita.attention(q, k, v, scale=self.scale, return_received=True, **self.options)
-        return (out + received.mean()).transpose(1, 2).flatten(2)
+        with torch.no_grad():  # its gradients are not traced
+            mass = partita.Gibbs(q, k, scale=q.shape[-1] ** -0.5).received().mean()
+        out = partita.attention(q, k, v, scale=self.scale, **self.options) + mass
+        return out.transpose(1, 2).flatten(2)
 
 
 class Core(nn.Module):
@@ -92,7 +100,7 @@ class GPT(nn.Module):
 
 
 class Shared(nn.Module):
-    """One module, called three times, and attention that does not say so."""
+    """One module, called three times, and attention with another name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Helpers beside the tests are importable; one thread, because tiny operations only wait for each other on more."""
+"""Helpers in this folder are importable; one thread, because tiny operations only wait for each other on more."""
 
 from __future__ import annotations
 

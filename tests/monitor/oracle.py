@@ -1,4 +1,4 @@
-"""What watch should say, computed from dense scores in float64."""
+"""What watch should record, computed from dense scores in float64."""
 
 from __future__ import annotations
 
@@ -11,37 +11,52 @@ from torch import Tensor
 LOW = -1e8
 
 
+class Truth:
+    """Columns of one softmax, dense, in float64, from its final scores (batch, heads, n_query, n_key)."""
+
+    def __init__(self, scores: Tensor, keep: Tensor | None = None) -> None:
+        self.scores = s = scores.double().masked_fill(scores <= LOW, -math.inf)
+        self.batch, self.heads, self.n, self.n_key = s.shape
+        self.visible = (s > -math.inf).sum(-1)
+        some = self.visible > 0
+        self.p = torch.softmax(torch.where(some[..., None], s, 0.0), -1)
+        self.entropy = -torch.where(self.p > 0, self.p * self.p.clamp(min=1e-300).log(), 0.0).sum(-1)
+        self.normal = self.entropy / self.visible.clamp(min=2).double().log()
+        held = torch.where(s > -math.inf, s, 0.0)
+        mean = (self.p * held).sum(-1, keepdim=True)
+        real = torch.ones_like(some) if keep is None else keep[:, None, :].expand_as(some)
+        self.there, self.good = real & some, real & (self.visible >= 2)
+        self.rows: dict[str, Tensor] = {
+            "entropy": self.entropy,
+            "normalized_entropy": self.normal,
+            "effective_width": self.entropy.exp(),
+            "log_partition": torch.logsumexp(s, -1),
+            "score_variance": (self.p * (held - mean) ** 2).sum(-1),
+            "sink_first": self.p[..., 0] * (s[..., 0] > -math.inf),
+            "top_mass": self.p.amax(-1),
+            "visible": self.visible.double(),
+        }
+        self.largest = torch.where(self.there, s.amax(-1), -math.inf).amax((0, 2))
+        self.size = max(1.0, float(torch.where(self.there[..., None], held, 0.0).abs().max()))
+
+    def means(self) -> dict[str, Tensor]:  # each (heads,); rows that see one key are counted and left out
+        count = self.good.sum((0, 2)).double()
+        out = {name: torch.where(self.good, x, 0.0).sum((0, 2)) / count for name, x in self.rows.items()}
+        out["rows"], out["nonfinite"] = count, torch.zeros_like(count)
+        out["single"] = (self.there & (self.visible == 1)).sum((0, 2)).double()
+        out["length"] = torch.where(self.there, self.visible, 0).amax((0, 2)).double()
+        out["max_score"] = torch.where(self.largest.isneginf(), math.nan, self.largest)
+        return out
+
+    def key_mass(self) -> Tensor:  # (heads, n_key)
+        count = self.there.sum((0, 2)).clamp(min=1)[:, None]
+        return torch.where(self.there[..., None], self.p, 0.0).sum((0, 2)) / count
+
+
 def expected(scores: Tensor, keep: Tensor | None = None) -> dict[str, Tensor]:
-    """(batch, heads, n_query, n_key) final scores -> one number per head for each checked column."""
-    s = scores.double()
-    s = torch.where(s <= LOW, -math.inf, s)
-    visible = (s > -math.inf).sum(-1)
-    p = torch.softmax(torch.where(visible[..., None] > 0, s, 0.0), -1)
-    log_p = torch.where(p > 0, p.log(), 0.0)
-    entropy = -(p * log_p).sum(-1)
-    finite = torch.where(s > -math.inf, s, 0.0)
-    mean = (p * finite).sum(-1)
-    rows: dict[str, Tensor] = {
-        "entropy": entropy,
-        "normalized_entropy": entropy / visible.clamp(min=2).double().log(),
-        "effective_width": entropy.exp(),
-        "log_partition": torch.logsumexp(s, -1),
-        "score_variance": (p * (finite - mean[..., None]) ** 2).sum(-1),
-        "sink_first": p[..., 0],
-        "top_mass": p.amax(-1),
-        "visible": visible.double(),
-    }
-    real = torch.ones_like(visible, dtype=torch.bool) if keep is None else keep[:, None, :].expand_as(visible)
-    good = real & (visible >= 2)
-    out = {name: torch.where(good, value, 0.0).sum((0, 2)) / good.sum((0, 2)) for name, value in rows.items()}
-    out["max_score"] = torch.where((real & (visible > 0))[..., None], s, -math.inf).amax((0, 2, 3))
-    out["rows"] = good.sum((0, 2)).double()
-    out["single"] = (real & (visible == 1)).sum((0, 2)).double()
-    mass = (
-        torch.where((real & (visible > 0))[..., None], p, 0.0).sum((0, 2)) / (real & (visible > 0)).sum((0, 2))[:, None]
-    )
-    out["sink_top"] = mass.amax(-1)
-    return out
+    """One number per head for each checked column."""
+    truth = Truth(scores, keep)
+    return truth.means() | {"sink_top": truth.key_mass().amax(-1)}
 
 
 def assert_equal(frame: Any, layer: int, want: dict[str, Tensor], step: int = 0, tolerance: float = 1e-4) -> None:

@@ -418,18 +418,7 @@ def hugging_face(d: Dice) -> Case:
     return Case(f"{name} {how} policy {sharper} padded {keep is not None}", First(), (), scores, keep, inputs)
 
 
-KINDS: list[Callable[[Dice], Case]] = [
-    sdpa,
-    sdpa,
-    own,
-    own,
-    own,
-    replaced,
-    by_hand,
-    multihead,
-    multihead,
-    encoder_layer,
-]
+KINDS: list[Callable[[Dice], Case]] = [sdpa] * 2 + [own] * 3 + [replaced, by_hand] + [multihead] * 2 + [encoder_layer]
 if importlib.util.find_spec("transformers") is not None:
     KINDS.append(hugging_face)
 

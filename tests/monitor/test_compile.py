@@ -76,11 +76,25 @@ def assert_same_record(got: Any, want: Any) -> None:
     assert len(got.frame(pandas=False)) > 0
 
 
+def seen(call: Any, model: nn.Module, inputs: dict[str, Any], **options: Any) -> tuple[Any, list[Tensor]]:
+    """The watch of a training step, and what the step gave."""
+    with watch(call, **options) as w:
+        got = learn(call, model, inputs)
+    return w, got
+
+
+def assert_seen_alike(model: nn.Module, inputs: dict[str, Any], backend: Any = "aot_eager", **how: Any) -> Any:
+    """The record of the compiled model is that of the plain one; given back for more questions."""
+    plain, _ = seen(model, model, inputs)
+    w, _ = seen(torch.compile(model, backend=backend, **how), model, inputs)
+    assert_same_record(w, plain)
+    return w
+
+
 def both(name: str, backend: Any, **how: Any) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
     """The watch of the plain model and of the compiled one; a step of the compiled one unwatched and watched."""
     model, inputs = MODELS[name]()
-    with watch(model) as plain:
-        learn(model, model, inputs)
+    plain, _ = seen(model, model, inputs)
     compiled = torch.compile(model, backend=backend, fullgraph=True, **how)
     torch.manual_seed(5)
     want, state = learn(compiled, model, inputs), torch.get_rng_state()
@@ -93,18 +107,11 @@ def both(name: str, backend: Any, **how: Any) -> tuple[Any, Any, list[Tensor], l
     return plain, w, want, got
 
 
-FAST = (
-    "log length",
-    "received",
-    "core, padded",
-    "encoder, padded",
-    "Llama, sdpa",
-    "BERT, sdpa",
-)  # the others among the slow tests
+FAST = ("log length", "received", "core, padded", "encoder, padded", "Llama, sdpa", "BERT, sdpa")  # others are slow
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
-def test_a_graph_says_what_the_plain_model_says(name: str) -> None:
+def test_a_graph_reports_what_the_plain_model_does(name: str) -> None:
     backend = Counting()
     plain, w, want, got = both(name, backend)
     assert backend.graphs == 2 and backend.runs == 3, "one graph each, and every step ran in one"
@@ -142,10 +149,9 @@ WAYS = ["block", "handle", "in place", "compiled later", "layers in place", "for
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_was_compiled_and_whenever(way: str) -> None:
+def test_every_way_to_compile_at_any_time(way: str) -> None:
     model, inputs = MODELS["sdpa"]()
-    with watch(model) as plain:
-        want = learn(model, model, inputs)
+    plain, want = seen(model, model, inputs)
     backend, call = Counting(), model
     if way == "inside another":
         call = Around(model)
@@ -195,10 +201,7 @@ def test_every_rows_maps_and_layers_need_no_other_graph() -> None:
             learn(compiled, model, inputs)
     assert sorted({r["step"] for r in w.frame(pandas=False)}) == [0, 2, 4]
     for options in ({"rows": 4}, {"maps": [(1, 0)]}, {"layers": [1]}):
-        with watch(model, **options) as plain:  # type: ignore[arg-type]
-            learn(model, model, inputs)
-        with watch(compiled, **options) as w:  # type: ignore[arg-type]
-            learn(compiled, model, inputs)
+        (plain, _), (w, _) = (seen(call, model, inputs, **options) for call in (model, compiled))  # type: ignore[arg-type]
         assert_same_record(w, plain)
         assert [m["data"] for m in w.record.maps] == [m["data"] for m in plain.record.maps]
     assert backend.graphs == 1
@@ -207,11 +210,9 @@ def test_every_rows_maps_and_layers_need_no_other_graph() -> None:
 @pytest.mark.parametrize("name", ["sdpa", "encoder", "Llama, sdpa"])
 def test_one_pass_for_output_and_statistics_in_a_graph(name: str) -> None:
     model, inputs = MODELS[name]()
-    with watch(model) as plain:
-        want = learn(model, model, inputs)
+    plain, want = seen(model, model, inputs)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with watch(compiled, kernel="partita") as w:
-        got = learn(compiled, model, inputs)
+    w, got = seen(compiled, model, inputs, kernel="partita")
     assert_same_record(w, plain)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
@@ -222,8 +223,7 @@ def test_two_watches_and_one_after_the_other_share_a_graph() -> None:
     compiled = torch.compile(model, backend=(backend := Counting()), fullgraph=True)
     with watch(compiled) as one, watch(model) as two:
         learn(compiled, model, inputs)
-    with watch(compiled) as three:
-        learn(compiled, model, inputs)
+    three, _ = seen(compiled, model, inputs)
     assert_same_record(one, two)
     assert_same_record(three, one)
     assert backend.graphs == 1
@@ -251,11 +251,7 @@ def test_one_graph_serves_several_lengths() -> None:
     compiled = torch.compile(model, backend=(backend := Counting()), fullgraph=True, dynamic=True)
     for length in (9, 12, 17):
         inputs = {"ids": torch.randint(23, (3, length))}
-        with watch(model) as plain:
-            learn(model, model, inputs)
-        with watch(compiled) as w:
-            learn(compiled, model, inputs)
-        assert_same_record(w, plain)
+        assert_same_record(seen(compiled, model, inputs)[0], seen(model, model, inputs)[0])
     assert backend.graphs == 1
 
 
@@ -267,29 +263,6 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = checkpoint(self.attention, x, use_reentrant=False)
         return out
-
-
-def test_a_checkpointed_layer_is_counted_once() -> None:
-    model, inputs = Checkpointed(), {"x": torch.randn(2, 5, 16)}
-    with watch(model) as plain:
-        learn(model, model, inputs)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with watch(compiled) as w:
-        learn(compiled, model, inputs)
-    assert_same_record(w, plain)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_torchs_fused_layers_are_read(padded: bool) -> None:
-    model, x = encoder(False), torch.randn(3, 9, 16)
-    hidden = torch.arange(9) >= torch.tensor([[9], [5], [7]]) if padded else None
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        with watch(model) as plain:
-            model(x, src_key_padding_mask=hidden)
-        with watch(compiled) as w:
-            compiled(x, src_key_padding_mask=hidden)
-    assert_same_record(w, plain)
 
 
 class Broken(nn.Module):
@@ -306,18 +279,6 @@ class Broken(nn.Module):
         return out
 
 
-def test_a_module_of_torchs_own_compiled_in_place_runs_plainly_and_is_seen() -> None:
-    """torch.compile skips such a module's code then, watched or not."""
-    model, inputs = MODELS["encoder"]()
-    with watch(model) as plain:
-        learn(model, model, inputs)
-    model.compile(backend=(backend := Counting()))
-    with watch(model) as w:
-        learn(model, model, inputs)
-    assert_same_record(w, plain)
-    assert backend.graphs == 0 and "run without it" in str(w.coverage)
-
-
 class Stack(nn.Module):
     """Its loop is no graph; its layers are."""
 
@@ -332,31 +293,39 @@ class Stack(nn.Module):
         return x
 
 
-def test_modules_called_between_graphs_are_named() -> None:
-    model, inputs = Stack(), {"x": torch.randn(2, 5, 16)}
-    with watch(model) as plain:
-        learn(model, model, inputs)
-    compiled = torch.compile(model, backend=(backend := Counting()))
-    with watch(compiled) as w:
-        learn(compiled, model, inputs)
+@pytest.mark.parametrize(("kind", "runs"), [(Checkpointed, 1), (Broken, 2), (Stack, 2)])
+def test_what_is_recomputed_or_between_graphs_is_counted_once_and_named(kind: type[nn.Module], runs: int) -> None:
+    backend = Counting()
+    assert_seen_alike(kind(), {"x": torch.randn(2, 5, 16)}, backend, fullgraph=kind is Checkpointed)
+    assert backend.runs == runs
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_torchs_fused_layers_are_read(padded: bool) -> None:
+    model, x = encoder(False), torch.randn(3, 9, 16)
+    hidden = torch.arange(9) >= torch.tensor([[9], [5], [7]]) if padded else None
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        with watch(model) as plain:
+            model(x, src_key_padding_mask=hidden)
+        with watch(compiled) as w:
+            compiled(x, src_key_padding_mask=hidden)
     assert_same_record(w, plain)
-    assert backend.runs == 2
 
 
-def test_both_sides_of_a_graph_break_are_seen() -> None:
-    model, inputs = Broken(), {"x": torch.randn(2, 5, 16)}
-    with watch(model) as plain:
-        learn(model, model, inputs)
-    compiled = torch.compile(model, backend="aot_eager")
-    with watch(compiled) as w:
-        learn(compiled, model, inputs)
+def test_a_module_of_torchs_own_compiled_in_place_runs_plainly_and_is_seen() -> None:
+    """torch.compile skips such a module's code then, watched or not."""
+    model, inputs = MODELS["encoder"]()
+    plain, _ = seen(model, model, inputs)
+    model.compile(backend=(backend := Counting()))
+    w, _ = seen(model, model, inputs)
     assert_same_record(w, plain)
+    assert backend.graphs == 0 and "run without it" in str(w.coverage)
 
 
-def test_a_compiled_function_runs_plainly_in_a_block_and_is_not_seen_beside_a_handle() -> None:
+def test_a_compiled_function_runs_plainly_in_a_block_and_is_not_seen_with_a_handle() -> None:
     model, inputs = MODELS["sdpa"]()
-    with watch(model) as plain:
-        learn(model, model, inputs)
+    plain, _ = seen(model, model, inputs)
     backend = Counting()
     function = torch.compile(lambda ids: model(ids) * 1.0, backend=backend, fullgraph=True)
     with watch(model) as w:
@@ -385,7 +354,7 @@ def test_a_loss_whose_arguments_are_objects_is_named_as_not_seen() -> None:
 
 
 def test_attention_that_takes_no_close_look_breaks_no_graph() -> None:
-    """Its score is a function of pairs: the coverage says so, as it does without a graph."""
+    """Its score is a function of pairs: the coverage names it, as it does without a graph."""
 
     class Far(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -398,7 +367,7 @@ def test_attention_that_takes_no_close_look_breaks_no_graph() -> None:
     with watch(compiled) as w:
         got = compiled(x)
     torch.testing.assert_close(got, model(x))
-    assert "a score that is a function of its own" in str(w.coverage["errors"])
+    assert "a score given by a callable" in str(w.coverage["errors"])
 
 
 @pytest.mark.parametrize("learning", [False, True])
@@ -471,7 +440,7 @@ assert w.coverage["short"] == "2 of 2 attention modules observed", str(w.coverag
 
 
 def test_the_first_use_of_torch_compile_inside_a_block() -> None:
-    """Nobody has loaded torch.compile before the block, and watching alone does not load it."""
+    """torch.compile is not loaded before the block, and watching alone does not load it."""
     folder = __file__.rpartition("/")[0]
     done = subprocess.run([sys.executable, "-c", FIRST_USE.format(folder=folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -524,7 +493,7 @@ def test_a_torch_without_these_insides_is_watched_uncompiled(
     assert backend.runs > runs
 
 
-def test_a_backend_that_cannot_be_put_behind_another_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_cannot_be_put_behind_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = GPT(Attention), torch.randint(23, (2, 9))
     call = torch.compile(model, backend=Counting())
     want = call(ids)

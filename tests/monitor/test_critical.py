@@ -1,4 +1,4 @@
-"""The critical scale of watched heads: against float64 rows written out, only if asked for, and said as a finding."""
+"""The critical scale of watched heads: against float64 rows written out, on request only, and as a finding."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ def qk(n: int, heads: int = 4, key_heads: int = 4, seed: int = 0) -> tuple[Tenso
     return torch.randn(2, heads, n, 8, generator=g), torch.randn(2, key_heads, n, 8, generator=g)
 
 
-def truth(scores: Tensor) -> Tensor:  # (batch, heads, n, n) of raw scores, -inf hidden -> (heads,), the critical scale
-    """The definition, row by row: the largest log(j) / gap_j over the ordered gaps of the later half of the rows."""
+def truth(scores: Tensor) -> tuple[Tensor, Tensor]:  # (batch, heads, n, n) of scores, -inf hidden -> (heads,) twice
+    """The definitions, row by row of the later half: the largest log(j) / gap_j; how many gaps are at most 1."""
     found: list[list[float]] = [[] for _ in range(scores.shape[1])]
+    near: list[list[float]] = [[] for _ in range(scores.shape[1])]
     for batch in scores.double():
         for head, rows in enumerate(batch):
             for row in rows[len(rows) // 2 :].tolist():
                 gaps = sorted(max(row) - s for s in row if s > -math.inf)
                 found[head].append(max(math.log(j) / gap for j, gap in enumerate(gaps[1:], 2)))
-    return torch.tensor([torch.tensor(f, dtype=torch.float64).median() for f in found])
+                near[head].append(sum(gap <= 1 for gap in gaps))
+    median = torch.tensor([torch.tensor(f, dtype=torch.float64).median() for f in found])
+    return median, torch.tensor(near, dtype=torch.float64).mean(-1)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -57,18 +60,20 @@ def test_both_columns_are_those_of_the_rows_written_out(causal: bool, key_heads:
         policy, lambda n: 8**-0.5 * math.log(max(n, 4)) / math.log(8)
     )
     used = torch.tensor([own(float(n)) for n in seen], dtype=torch.float64)
-    right = truth(raw * used[:, None])
+    right, rivals = truth(raw * used[:, None])
     for row in w.frame(pandas=False):
         assert row["critical"] == pytest.approx(right[row["head"]].item(), rel=1e-4)
+        assert row["rivals"] == pytest.approx(rivals[row["head"]].item(), rel=1e-6)
         assert row["scale"] == pytest.approx(used[15:].mean().item(), rel=1e-6)
 
 
-def test_it_is_measured_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "criticality", lambda *_: pytest.fail("nobody asked"))
+def test_it_is_measured_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "criticality", lambda *_: pytest.fail("not requested"))
     model = Attention()
     with watch(model) as w:
         model(*qk(9))
-    assert all(math.isnan(row["critical"]) and math.isnan(row["scale"]) for row in w.frame(pandas=False))
+    columns = ("critical", "rivals", "scale")
+    assert all(math.isnan(row[column]) for row in w.frame(pandas=False) for column in columns)
     assert not w.coverage.get("errors") and not [f for f in w.findings() if "critical" in f.evidence]
     with pytest.raises(ValueError, match="critical must be True or False"):
         watch(model, critical=1)  # type: ignore[arg-type]
@@ -96,7 +101,7 @@ def test_padded_rows_do_not_count_and_scores_without_a_scale_have_none() -> None
         assert math.isnan(row["scale"]) and row["critical"] == pytest.approx(right, rel=1e-4)
 
 
-def test_the_finding_says_which_heads_are_below_and_how_both_grow(tmp_path: Path) -> None:
+def test_the_finding_names_which_heads_are_below_and_how_both_grow(tmp_path: Path) -> None:
     """One key leads all others by a margin: critical = log n / margin; head 0 has a scale above it, head 1 below."""
 
     def ask(n: int) -> tuple[Tensor, Tensor]:
@@ -118,6 +123,8 @@ def test_the_finding_says_which_heads_are_below_and_how_both_grow(tmp_path: Path
         # log 64 / 2 against (log 64 / log 8) / sqrt(2); both grow twice from 8 to 64
         assert f"{2 / math.log(64) * math.log(64) / math.log(8) / 2**0.5:.2f} of it in layer 0 head 1" in found.evidence
         assert "grows 2.00 times (as log n to the 1.00) and the scale 2.00 times" in found.evidence
+        # head 1 leads by 2 / sqrt(2) nats at 8 keys and twice that at 64: nothing is within one
+        assert "keys within a nat of the best: 1.0 and 1.0 (as n to the 0.00)" in found.evidence
     above = Attention(scale=3.0).eval()
     with watch(above, critical=True) as w:
         above(*ask(16))

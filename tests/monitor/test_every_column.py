@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from random_models import Case, random_case
@@ -19,47 +20,8 @@ FAST, ALL = 60, 600
 BIN = 1 / 256  # of the histogram that quantiles are read from
 
 
-class Truth:
-    """Columns of one softmax, dense, in float64; rows that see one key stand apart."""
-
-    def __init__(self, scores: Tensor, keep: Tensor | None) -> None:
-        self.scores = s = scores.double()
-        self.batch, self.heads, self.n, self.n_key = s.shape
-        self.visible = (s > -math.inf).sum(-1)
-        some = self.visible > 0
-        self.p = torch.softmax(torch.where(some[..., None], s, 0.0), -1)
-        self.entropy = -torch.where(self.p > 0, self.p * self.p.clamp(min=1e-300).log(), 0.0).sum(-1)
-        self.normal = self.entropy / self.visible.clamp(min=2).double().log()
-        held = torch.where(s > -math.inf, s, 0.0)
-        mean = (self.p * held).sum(-1, keepdim=True)
-        real = torch.ones_like(some) if keep is None else keep[:, None, :].expand_as(some)
-        self.there, self.good = real & some, real & (self.visible >= 2)
-        self.rows: dict[str, Tensor] = {
-            "entropy": self.entropy,
-            "normalized_entropy": self.normal,
-            "effective_width": self.entropy.exp(),
-            "log_partition": torch.logsumexp(s, -1),
-            "score_variance": (self.p * (held - mean) ** 2).sum(-1),
-            "sink_first": self.p[..., 0] * (s[..., 0] > -math.inf),
-            "top_mass": self.p.amax(-1),
-            "visible": self.visible.double(),
-        }
-        self.largest = torch.where(self.there, s.amax(-1), -math.inf).amax((0, 2))
-        self.size = max(1.0, float(torch.where(self.there[..., None], held, 0.0).abs().max()))
-
-    def means(self) -> dict[str, Tensor]:
-        count = self.good.sum((0, 2)).double()
-        out = {name: torch.where(self.good, x, 0.0).sum((0, 2)) / count for name, x in self.rows.items()}
-        out["rows"], out["nonfinite"] = count, torch.zeros_like(count)
-        out["single"] = (self.there & (self.visible == 1)).sum((0, 2)).double()
-        out["length"] = torch.where(self.there, self.visible, 0).amax((0, 2)).double()
-        out["max_score"] = torch.where(self.largest.isneginf(), math.nan, self.largest)
-        return out
-
-    def key_mass(self) -> Tensor:  # (heads, n_key)
-        return (
-            torch.where(self.there[..., None], self.p, 0.0).sum((0, 2)) / self.there.sum((0, 2)).clamp(min=1)[:, None]
-        )
+class Truth(oracle.Truth):
+    """And what is read from ordered scores and from pairs of heads."""
 
     def critical(self, error: float) -> Tensor:  # (heads,)
         """Median over the later half of the rows of max_j log(j) / gap_j, with every gap larger by `error`."""
@@ -68,6 +30,12 @@ class Truth:
         each = torch.arange(2, self.n_key + 1).double().log() / gaps
         found = torch.where(self.good, each.amax(-1), math.nan) if self.n_key > 1 else self.entropy * math.nan
         return found[:, :, self.n // 2 :].transpose(0, 1).flatten(1).nanmedian(-1).values
+
+    def rivals(self, edge: float) -> Tensor:  # (heads,)
+        """Mean over the later half of the rows of the keys whose score is at most `edge` below the best."""
+        near = (self.scores >= self.scores.amax(-1, keepdim=True) - edge).sum(-1).double()
+        counted = torch.where(self.good, near, math.nan)
+        return counted[:, :, self.n // 2 :].transpose(0, 1).flatten(1).nanmean(-1)
 
     def likeness(self) -> Tensor:  # (heads, heads)
         seen = self.p > 0
@@ -105,19 +73,13 @@ def assert_columns(case: Case, block: Block, truth: Truth) -> None:
         # a score that is wrong by `loose` moves a gap by twice as much, and the maximum and the median are monotone
         same = low * (1 - 1e-6) <= got <= high * (1 + 1e-6) if low == low else math.isnan(got)
         assert same, f"critical: {got}, {low} to {high}; {case.about}"
-    checked = {
-        *want,
-        "critical",
-        "scale",
-        "entropy_p05",
-        "entropy_p50",
-        "entropy_p95",
-        "sink_top",
-        "sink_key",
-        "twin",
-        "twin_similarity",
-    }
-    checked |= {f"normalized_{name}" for name in checked if name.startswith("entropy_p")}
+    for got, low, high in zip(
+        block.column("rivals"), truth.rivals(1 - 2 * loose), truth.rivals(1 + 2 * loose), strict=True
+    ):
+        same = low - 1e-9 <= got <= high + 1e-9 if low == low else math.isnan(got)
+        assert same, f"rivals: {got}, {low} to {high}; {case.about}"
+    quantiles = {name for name in COLUMNS if name[-4:] in ("_p05", "_p50", "_p95")}
+    checked = {*want, *quantiles, "critical", "rivals", "scale", "sink_top", "sink_key", "twin", "twin_similarity"}
     assert set(COLUMNS) <= checked, f"no truth for {set(COLUMNS) - checked}"
 
 
@@ -165,7 +127,7 @@ def assert_curve(case: Case, curve: dict[str, Any], keep: Tensor | None) -> None
 
 
 def assert_received(case: Case, profiles: list[dict[str, Any]], truth: Truth) -> None:
-    """Column sums over rows that see a key; beside them those of rows that see the same keys alike."""
+    """Column sums over rows that see a key, and those of rows that see the same keys alike."""
     mass, count = truth.key_mass(), truth.there.sum((0, 2))
     assert len(profiles) == int(count.max() > 0), case.about
     for profile in profiles:

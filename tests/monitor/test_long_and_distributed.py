@@ -48,7 +48,7 @@ def _rank(rank: int, folder: str) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     _watched_step(rank, folder)
-    gc.collect()  # DDP lies in a cycle and holds the group, whose threads have to end before Python does
+    gc.collect()  # DDP is in a reference cycle and holds the group, whose threads have to end before Python does
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What is recorded of a loss is what the loss says of itself, whatever options it was called with."""
+"""What is recorded of a loss is the loss's own statistics, with any options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import partita
 from partita.contrastive import Queue
 from partita.monitor import watch
-from partita.monitor.functions import FunctionMode
+from partita.monitor.hooks import FunctionMode
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_labels_queue_and_hardness_are_those_of_the_call() -> None:
 
     row, _ = row_of(partita.info_nce_loss, q, k, temperature=0.5, hardness=1.5)
     tilted = cosine(q, k) * torch.where(own, 2.0, 2.0 + 1.5)
-    right = dense(cosine(q, k), torch.arange(12))["accuracy"]  # who is nearest is asked without the weights
+    right = dense(cosine(q, k), torch.arange(12))["accuracy"]  # accuracy is read without the weights
     assert_row(row, dense(tilted, torch.arange(12)) | {"accuracy": right})
 
 
@@ -184,7 +184,7 @@ def test_logits_of_a_batch_of_pairs_are_read_as_contrast() -> None:
     assert row["type"] == "classification" and row["max_score"] == pytest.approx((0.3 * q @ k.T).max().item(), rel=1e-5)
 
 
-def test_asking_changes_no_bit_of_the_loss() -> None:
+def test_watching_changes_no_bit_of_the_loss() -> None:
     x, weight = torch.randn(30, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
     ids = torch.randint(0, 11, (30,))
     found = []
@@ -209,36 +209,18 @@ class Encoder(nn.Module):
         return {"sentence_embedding": out.mean(1)}
 
 
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("columns", [2, 3])
-def test_the_loss_of_sentence_transformers_is_seen_and_is_one_step(columns: int) -> None:
-    from partita.adapters.sentence_transformers import MultipleNegativesRankingLoss
-
-    model = Encoder()
-    loss = MultipleNegativesRankingLoss(model, scale=20.0)
-    features = [{"x": torch.randn(6, 4, 8)} for _ in range(columns)]
-    with watch(model) as w:
-        for _ in range(3):
-            out = loss(features)
-            out.backward()
-    assert [r["step"] for r in w.record.losses] == [0, 1, 2]
-    assert sorted({r["step"] for r in w.frame(pandas=False)}) == [0, 1, 2]
-    assert {r["rows"] for r in w.frame(pandas=False)} == {6 * 4 * columns}
-    assert [site.name for site in w.record.sites] == ["attention"]
-    with torch.no_grad():
-        q, *docs = (model(f)["sentence_embedding"] for f in features)
-    row = w.record.losses[0]
-    assert row["name"] == "MultipleNegativesRankingLoss" and row["loss"] == pytest.approx(out.item(), abs=1e-4)
-    assert_row(row, dense(cosine(q, torch.cat(docs)) * 20.0, torch.arange(6)))
-    assert row["scale"] == 20.0 and row["candidates"] == 6 * (columns - 1)
-
-
-@pytest.mark.parametrize("columns", [2, 3])
-def test_a_cached_loss_embeds_twice_and_is_one_step(columns: int) -> None:
-    pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
-    from partita.adapters.sentence_transformers import CachedMultipleNegativesRankingLoss
+def test_the_loss_of_sentence_transformers_is_seen_and_is_one_step(columns: int, cached: bool) -> None:
+    """Each sentence counts once, also where it is embedded again on the way back."""
+    from partita.adapters import sentence_transformers as losses
 
     model = nn.Sequential(Encoder())
-    loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
+    if cached:
+        pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
+        loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
+    else:
+        loss = losses.MultipleNegativesRankingLoss(model, scale=20.0)
     features = [{"x": torch.randn(6, 4, 8)} for _ in range(columns)]
     with watch(model) as w:
         for _ in range(3):
@@ -246,10 +228,16 @@ def test_a_cached_loss_embeds_twice_and_is_one_step(columns: int) -> None:
             out.backward()
     assert [r["step"] for r in w.record.losses] == [0, 1, 2]
     assert sorted({r["step"] for r in w.frame(pandas=False)}) == [0, 1, 2]
-    assert {r["rows"] for r in w.frame(pandas=False)} == {
-        6 * 4 * columns
-    }  # each sentence once, not again on the way back
-    assert w.record.losses[0]["loss"] == pytest.approx(out.item(), abs=1e-4)
+    assert {r["rows"] for r in w.frame(pandas=False)} == {6 * 4 * columns}
+    assert [site.name for site in w.record.sites] == ["0.attention"]
+    row = w.record.losses[0]
+    assert row["loss"] == pytest.approx(out.item(), abs=1e-4)
+    with torch.no_grad():
+        q, *docs = (model(f)["sentence_embedding"] for f in features)
+    if not cached:
+        assert row["name"] == "MultipleNegativesRankingLoss"
+        assert_row(row, dense(cosine(q, torch.cat(docs)) * 20.0, torch.arange(6)))
+        assert row["scale"] == 20.0 and row["candidates"] == 6 * (columns - 1)
 
 
 def test_inputs_of_an_evaluation_are_counted_one_by_one() -> None:
@@ -344,10 +332,130 @@ def test_siglip_is_seen_without_a_distribution() -> None:
     w.finished().summary()
 
 
+# ---- every loss ------------------------------------------------------------------------------------------------------
+
+
+def every_loss() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments for each public loss, by its name; the test below holds that none is missing."""
+    torch.manual_seed(2)
+    logits, ids, q, k = torch.randn(9, 5, requires_grad=True), torch.arange(9) % 5, torch.randn(9, 4), torch.randn(9, 4)
+    w, w2, heads = torch.randn(5, 4), torch.randn(5, 3), torch.randn(2, 3, 6, 4)
+    classes = {name: ((logits, ids), {}) for name in ("cross_entropy", "focal_loss", "brier_loss", "mae_loss")}
+    return {
+        **classes,
+        "linear_cross_entropy": ((q, w, ids), {}),
+        "distillation_loss": ((logits, torch.randn(9, 5)), {"temperature": 2.0}),
+        "linear_distillation_loss": ((q, w, torch.randn(9, 3), w2), {}),
+        "attention_divergence": ((heads, heads + 1, heads - 1, heads * 2), {"is_causal": True}),
+        "nce_loss": ((torch.randn(9), torch.randn(9, 3), torch.zeros(9), torch.zeros(9, 3)), {}),
+        "gaussian_nll_loss": ((q, k, 0.7), {}),
+        "laplace_nll_loss": ((q, k), {"reduction": "none"}),
+        "joint_loss": ((torch.zeros(9), partita.State.of(q @ k.T)), {}),
+        "info_nce_loss": ((q, k), {}),
+        "clip_loss": ((F.normalize(q), F.normalize(k), torch.tensor(3.0)), {}),
+        "siglip_loss": ((F.normalize(q), F.normalize(k), torch.tensor(3.0)), {}),
+        "nt_xent_loss": ((q, k), {}),
+        "supcon_loss": ((q, ids), {}),
+    }
+
+
+def public_losses() -> dict[Any, str]:
+    """Every public function that is a loss, by the name it was written under."""
+    places = (partita, partita.losses, partita.contrastive, partita.attn)
+    found = {getattr(place, name) for place in places for name in place.__all__ if not name.startswith("_")}
+    ends = ("_loss", "cross_entropy", "attention_divergence")
+    return {f: f.__name__ for f in found if callable(f) and getattr(f, "__name__", "").endswith(ends)}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after the model", "before the model"])
+@pytest.mark.parametrize(("loss", "name"), public_losses().items(), ids=public_losses().values())
+def test_every_loss_is_recorded_as_it_was(loss: Any, name: str, before: bool) -> None:
+    args, options = every_loss()[name]
+    plain = loss(*args, **options)
+    model = nn.Linear(2, 2)
+    with watch(model) as w:
+        if not before:
+            model(torch.zeros(1, 2))
+        out = loss(*args, **options)
+        if before:
+            model(torch.zeros(1, 2))
+    assert torch.equal(out, plain) and out.requires_grad == plain.requires_grad
+    assert not w.coverage.get("errors"), str(w.coverage)
+    (row,) = w.record.losses
+    assert row["name"] == name and row["step"] == 0 and row["nonfinite"] == 0
+    if name != "clip_loss":  # of its two directions the record has that of the images
+        assert row["loss"] == pytest.approx(out.mean().item(), rel=1e-5)
+    if name in ("focal_loss", "brier_loss", "mae_loss"):
+        (other,) = row_of(F.cross_entropy, *args)[:1]
+        assert {**other, "name": name, "loss": row["loss"]} == row
+    w.finished().summary()
+
+
+@pytest.mark.parametrize("name", ["FocalLoss", "BrierLoss", "MAELoss", "DistillationLoss"])
+def test_a_module_is_recorded_with_a_handle(name: str) -> None:
+    """No block, and the model was not called: the loss that is called first is the first step."""
+    logits, ids = torch.randn(9, 5), torch.arange(9) % 5
+    w = watch(nn.Linear(2, 2))
+    out = getattr(partita.nn, name)()(logits, torch.randn(9, 5) if name == "DistillationLoss" else ids)
+    w.detach()
+    (row,) = w.record.losses
+    assert row["loss"] == pytest.approx(out.item(), rel=1e-5)
+
+
+def test_a_loss_that_is_called_first_and_the_model_after_it_are_one_step() -> None:
+    model, ids = nn.Linear(5, 5), torch.arange(9) % 5
+    with watch(model, every=2) as w:
+        for _ in range(4):
+            F.cross_entropy(torch.randn(9, 5), ids)
+            model(torch.randn(9, 5))
+    assert w.step == 3 and w.record.steps() == [0, 2]
+    with w:  # attached again
+        partita.focal_loss(torch.randn(9, 5), ids)
+    assert w.record.steps() == [0, 2, 4]
+
+
+def test_soft_targets_have_a_loss_and_no_right_class() -> None:
+    logits, target = torch.randn(9, 5, 3), torch.rand(9, 5, 3)
+    target = target / target.sum(1, keepdim=True)
+    entropy = torch.special.entr(logits.softmax(1)).sum(1).mean().item()
+    flat, rows = torch.randn(9, 4), torch.randn(9, 5).softmax(-1)
+    for loss, args, want in (
+        (F.cross_entropy, (logits, target), entropy),
+        (partita.cross_entropy, (logits, target), entropy),
+        (partita.brier_loss, (logits, target), entropy),
+        (partita.linear_cross_entropy, (flat, w := torch.randn(5, 4), rows), None),
+    ):
+        row, out = row_of(loss, *args)
+        assert row["loss"] == pytest.approx(out.item(), rel=1e-5)
+        want = torch.special.entr((flat @ w.T).softmax(-1)).sum(-1).mean().item() if want is None else want
+        assert row["entropy"] == pytest.approx(want, rel=1e-4)
+        assert row.get("accuracy") is None and not row.get("bins")
+
+
+def test_a_compiled_model_reports_its_losses_too() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
+            return partita.focal_loss(x, ids) + partita.distillation_loss(x, teacher, kind="js")
+
+    args = torch.randn(9, 5), torch.arange(9) % 5, torch.randn(9, 5)
+    model = torch.compile(Model(), backend="aot_eager")
+    with watch(model) as w:
+        model(*args)
+    assert not w.coverage.get("errors"), str(w.coverage)
+    found = {row["name"].split()[0]: row["loss"] for row in w.record.losses}
+    assert found == pytest.approx(
+        {
+            "focal_loss": partita.focal_loss(*args[:2]).item(),
+            "distillation_loss": partita.distillation_loss(args[0], args[2], kind="js").item(),
+        },
+        rel=1e-5,
+    )
+
+
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_watches_an_optimizer_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_is_suspended_during_an_optimizer_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Linear(3, 3), torch.randn(5, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     with watch(model) as w:

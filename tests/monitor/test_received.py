@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from partita.monitor import load_record, positions, watch
+from partita.monitor import load_record, measure, watch
+from partita.monitor.scores import Scores
 
 
 class Causal(nn.Module):
@@ -48,7 +49,7 @@ def test_long_inputs_are_pooled_and_named_by_query_head(key_heads: int) -> None:
     right = shares(query, key)
     assert row["n_key"] == 150 and row["rows"] == [300] * 4 and len(row["alike"]) == 50
     torch.testing.assert_close(torch.tensor(row["bins"]).double(), pooled(right), rtol=1e-4, atol=1e-6)
-    best, index = right.topk(positions.TOP, -1)
+    best, index = right.topk(measure.TOP, -1)
     for head in range(4):
         assert [k for k, _ in row["top"][head]] == index[head].tolist()
         assert [v for _, v in row["top"][head]] == pytest.approx(best[head].tolist(), rel=1e-4)
@@ -56,8 +57,8 @@ def test_long_inputs_are_pooled_and_named_by_query_head(key_heads: int) -> None:
     torch.testing.assert_close(torch.tensor(row["alike"]).double(), pooled(even), rtol=1e-4, atol=1e-6)
 
 
-def test_it_costs_nothing_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions.Received, "add", lambda *_: pytest.fail("nobody asked"))
+def test_it_costs_nothing_unless_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure.Received, "add", lambda *_: pytest.fail("not requested"))
     model = Causal()
     with watch(model) as w:
         model(*qk(9))
@@ -78,10 +79,10 @@ def test_calls_of_one_step_add_and_padded_rows_do_not_count() -> None:
     (row,) = w.record.received
     assert row["rows"] == [31] * 4
     torch.testing.assert_close(torch.tensor(row["bins"]).double(), shares(*qk(20), keep), rtol=1e-4, atol=1e-6)
-    both, other = positions.Received(), positions.Received()
+    both, other = measure.Received(), measure.Received()
     for n in (20, 30):  # gradient accumulation over inputs of other lengths
-        both.add(positions.Scores(*qk(n), 8**-0.5, causal=True))
-    other.add(positions.Scores(*qk(30), 8**-0.5, causal=True))
+        both.add(Scores(*qk(n), 8**-0.5, causal=True))
+    other.add(Scores(*qk(30), 8**-0.5, causal=True))
     assert both.total is not None and other.total is not None
     first = 40 * shares(*qk(20))
     torch.testing.assert_close(both.total - other.total, torch.nn.functional.pad(first, (0, 10)), rtol=1e-4, atol=1e-4)
@@ -94,7 +95,7 @@ def test_the_record_is_bounded_and_comes_back(tmp_path: Path) -> None:
             model(*qk(6, seed=step))
     rows = w.record.received
     steps = [r["step"] for r in rows]
-    assert steps[0] == 0 and steps[-1] == 199 and 4 <= len(rows) <= positions.KEPT  # one look in eight
+    assert steps[0] == 0 and steps[-1] == 199 and 4 <= len(rows) <= measure.KEPT  # one look in eight
     assert len({b - a for a, b in pairwise(steps[1:-1])}) == 1
     assert load_record(w.save(tmp_path / "run.jsonl")).received == rows
 

@@ -56,7 +56,7 @@ def test_accumulated_batches_are_one_step_and_evaluation_is_none(tmp_path: Path,
 
 @pytest.mark.parametrize("name", ["MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"])
 def test_the_loss_of_sentence_transformers_is_seen_in_its_trainer(name: str, tmp_path: Path) -> None:
-    """It is a module beside the model, and calls it once for each column."""
+    """It is a module that holds the model, and calls it once for each column."""
     library = package("sentence_transformers")
     if importlib.util.find_spec("datasets") is None:
         pytest.skip("datasets is not installed, which the Trainer of sentence-transformers needs: pip install datasets")

@@ -1,4 +1,4 @@
-"""Images, encoders with decoders, blocks that look at another sequence: which layers there are, and what they say."""
+"""Images, encoders with decoders, blocks that look at another sequence: their layers and their numbers."""
 
 from __future__ import annotations
 
@@ -178,8 +178,8 @@ def test_whisper(hf: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "bart"])
-def test_self_attention_beside_cross_attention_is_not_taken_for_it(hf: Any, kind: str) -> None:
-    """A layer is told about the encoder as a whole; of its two attentions only one looks there."""
+def test_self_attention_next_to_cross_attention_is_not_taken_for_it(hf: Any, kind: str) -> None:
+    """A layer receives the encoder's states; of its two attentions only one uses them as keys."""
     memory = torch.randn(2, 9, 16)
     if kind == "gpt2":
         config = hf.GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=2, add_cross_attention=True)
@@ -242,7 +242,7 @@ def test_a_block_of_a_diffusion_model(by_name: bool, tmp_path: Path) -> None:
     assert '"cross":true' in page.replace(" ", "") or json.dumps({"cross": True})[1:-1] in page
 
 
-def test_a_residual_beside_the_input_is_no_second_sequence(hf: Any) -> None:
+def test_a_residual_next_to_the_input_is_no_second_sequence(hf: Any) -> None:
     """Bloom's attention is given hidden states and a residual of the same shape."""
     config = hf.BloomConfig(vocab_size=60, hidden_size=16, n_layer=1, n_head=2)
     assert list(cross_layers(seen(hf.BloomModel(config), input_ids=IDS)).values()) == [False]

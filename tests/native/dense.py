@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from partita.engine.request import Request
 from partita.engine.terms import Term
+from tests import reference
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,10 @@ class Case:
     terms: tuple[Term, ...] = ()
     softcap: float | None = None
 
-    def operands(self) -> tuple[object, ...]:
-        return (self.query, self.key, self.value, self.scale, self.bias, self.target, self.terms, self.softcap)
+    def request(self, **reads: bool) -> Request:
+        return Request(
+            self.query, self.key, self.value, self.scale, self.bias, self.target, self.terms, self.softcap, **reads
+        )
 
     def exact(self) -> Case:
         """The same numbers in float64, ready for autograd."""
@@ -39,7 +43,7 @@ class Case:
 def visible(case: Case) -> Tensor:
     """(*b, Q, K) bool, bias included."""
     n_query, n_key = case.query.shape[-2], case.key.shape[-2]
-    rows, cols = torch.arange(n_query)[:, None], torch.arange(n_key)
+    cols = torch.arange(n_key)
     seen = torch.ones(n_query, n_key, dtype=torch.bool) if not case.terms else torch.zeros(1, dtype=torch.bool)
     for term in case.terms:
         one = torch.ones(n_query, n_key, dtype=torch.bool)
@@ -51,8 +55,8 @@ def visible(case: Case) -> Tensor:
             one = one & (term.query_segment[..., None] == term.key_segment[..., None, :])
         if term.mask is not None:
             one = one & term.mask
-        if term.hole:
-            one = one & (cols != rows)
+        if term.skip is not None:
+            one = one & (cols != term.skip[..., None])
         seen = seen | one
     if case.bias is not None:
         seen = seen & (case.bias > float("-inf"))
@@ -61,16 +65,11 @@ def visible(case: Case) -> Tensor:
 
 def scores(case: Case) -> Tensor:
     """(*b, Q, K): -inf where not visible."""
-    s = case.scale[..., None] * (case.query @ case.key.mT)
-    if case.softcap is not None:
-        s = case.softcap * torch.tanh(s / case.softcap)
     seen = visible(case)
-    if case.bias is not None:
-        s = s + torch.where(case.bias > float("-inf"), case.bias, 0.0)
+    s = reference.score(case.query, case.key, scale=case.scale, bias=case.bias, softcap=case.softcap, visible=seen)
     batch = [seen.shape[:-2], s.shape[:-2]]
     batch += [case.target.shape[:-1]] if case.target is not None else []
     batch += [case.value.shape[:-2]] if case.value is not None else []
-    s = s.masked_fill(~seen, float("-inf"))
     return s.expand(*torch.broadcast_shapes(*batch), *s.shape[-2:])
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 import partita
 from partita.engine import axes
-from partita.engine.backends.native import layout, library, losses, plain_attention, reduce, statistics
+from partita.engine.backends.native import call, library, losses, passes
+from partita.engine.request import Request
+from partita.engine.sums import SumGrads
 from partita.engine.terms import Term
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native library: {library.why_not()}")
@@ -20,42 +22,43 @@ ONE = torch.ones(1, 1)
 UNIT, ROW, OWN = torch.ones(1), torch.ones(5), torch.arange(5)
 
 
+def request(query: Tensor, key: Tensor, value: Tensor | None = None, **more: Any) -> Request:
+    return Request(
+        query, key, value, **{"scale": ONE, "bias": None, "target": None, "terms": (), "softcap": None, **more}
+    )
+
+
 def sums(query: Tensor, key: Tensor, value: Tensor) -> object:
-    return reduce.reduce(query, key, value, ONE, None, None, (), None, moments=True, rank=False)
+    return passes.forward(request(query, key, value))
 
 
 def gradients(query: Tensor, key: Tensor, value: Tensor) -> object:
     rows = ROW[None] - 1
-    upstream = (rows.double(), rows, rows, rows, ROW[None, :, None].expand(1, 5, 4), None)
-    needs = (True, True, True, True, False)
-    return reduce.reduce_backward(query, key, value, ONE, None, None, (), None, *upstream, needs)
+    upstream = SumGrads(rows, rows, rows, ROW[None, :, None].expand(1, 5, 4))
+    found = passes.backward(request(query, key, value), rows.double(), upstream, (True, True, True, True, False))
+    return found and tuple(found.values())
 
 
 def weighted(query: Tensor, key: Tensor, value: Tensor) -> object:
-    bias = value[0, :, 0].contiguous()
-    return losses.weighted_nll(query[0], key[0], bias, UNIT, OWN, ROW, (True,) * 4)
+    given = request(query[0], key[0], scale=UNIT, bias=value[..., 0], target=OWN)
+    found = losses.weighted_nll(given, ROW, (True, True, False, True, True))
+    return found and (found[0], *found[1].values())
 
 
 def both(query: Tensor, key: Tensor, value: Tensor) -> object:
-    found = losses.both_ways(query[0], key[0], UNIT, OWN)
+    given = request(query[0], key[0], scale=UNIT, target=OWN)
+    found = losses.both_ways(given)
     assert found is not None
     rows, columns = found
-    upstream = reduce.ColumnSums(columns.peak, value[0, :, 0].contiguous())
-    given = (query[0], key[0], UNIT, None, rows.peak, (value[0, :5, 1].contiguous(), None), upstream)
-    return rows, columns, losses.both_ways_backward(*given, (True, True, True))
-
-
-def accumulated(query: Tensor, key: Tensor, value: Tensor) -> object:
-    made = [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in ((11, 1), (1,), (1,), (1, 7), (5, 1, 9))]
-    totals = statistics.Totals(*made)
-    row = value[:, :5, 0][None] * 0 + 2.0
-    assert statistics.accumulate(totals, row, row, row, row, row, (query[None], key[None], 0.5), None)
-    return totals
+    upstream = passes.ColumnSums(columns.peak, value[0, :, 0])
+    g = SumGrads(value[0, :5, 1])
+    grads = passes.backward(given, rows.peak, g, (True, True, False, True, False), upstream)
+    return rows, columns, grads and tuple(grads.values())
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor) -> Any:
-    found = plain_attention.attention(query, key, value, 0.5, True, True)
-    if found is None:  # what is wrong with them is said by the ordinary way
+    found = passes.attention(query, key, value, 0.5, True, True)
+    if found is None:  # the general path raises what is wrong with them
         with torch.no_grad():
             return partita.attention(query, key, value, scale=0.5, is_causal=True, return_stats=True)
     return found
@@ -63,12 +66,12 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Any:
 
 def described(query: Tensor, key: Tensor, value: Tensor) -> object:
     out, stats = plain(query, key, value)
-    found = plain_attention.row_statistics(query, key, 0.5, True)
+    found = passes.row_statistics(query, key, 0.5, True)
     return out, stats if found is None else tuple(found[:6])
 
 
 ENTRIES: list[Callable[[Tensor, Tensor, Tensor], object]] = [
-    sums, gradients, weighted, both, accumulated, plain, described,
+    sums, gradients, weighted, both, plain, described,
 ]  # fmt: skip
 
 
@@ -100,7 +103,8 @@ def test_a_storage_that_was_freed_or_shrunk_raises(
 def test_the_default_device_is_not_followed(entry: Callable[[Tensor, Tensor, Tensor], object]) -> None:
     given = [operand(i) for i in range(3)]
     want = flat(entry(*given))
-    plain_attention._kept_geometry.cache_clear()
+    passes._kept_plain.cache_clear()
+    call._kept_geometry.cache_clear()
     axes._kept_offsets.cache_clear()
     with torch.device("meta"):
         got = flat(entry(*given))
@@ -124,23 +128,23 @@ def test_an_interval_past_int32_is_cut_and_not_wrapped(wide: int) -> None:
     query, key, value = (operand(i) for i in range(3))
     bound = torch.full((1, 5), wide)
     terms = (Term(start=-bound.abs(), stop=bound),)
-    seen = reduce.reduce(query, key, value, ONE, None, None, terms, None, moments=False, rank=False)
+    seen = passes.forward(request(query, key, value, terms=terms))
     assert seen is not None
-    want = reduce.reduce(query, key, value, ONE, None, None, (), None, moments=False, rank=False)
+    want = passes.forward(request(query, key, value))
     assert want is not None
     assert torch.equal(seen.mass, want.mass if wide > 0 else torch.zeros_like(want.mass))
 
 
 def test_large_tables_are_not_kept() -> None:
     axes._kept_offsets.cache_clear()
-    plain_attention._kept_geometry.cache_clear()
+    passes._kept_plain.cache_clear()
     for n in range(5000, 5010):
         query = torch.zeros(n, 1, 1, 4)
-        assert plain_attention.attention(query, query, query, 1.0, False, True) is not None
+        assert passes.attention(query, query, query, 1.0, False, True) is not None
         long, few = query.view(1, 1, n, 4), query[:3].view(1, 1, 3, 4)
-        assert plain_attention.attention(long, few, few, 1.0, True, False) is not None
+        assert passes.attention(long, few, few, 1.0, True, False) is not None
         assert sums(*(query[:, 0],) * 3) is not None
-    assert plain_attention._kept_geometry.cache_info().currsize == 0
+    assert passes._kept_plain.cache_info().currsize == 0
     assert axes._kept_offsets.cache_info().currsize <= 40
     kept = axes._kept_offsets.cache_parameters()["maxsize"] * axes._CACHED * 8
     assert kept <= 8 << 20
@@ -149,7 +153,7 @@ def test_large_tables_are_not_kept() -> None:
 def test_a_library_whose_structures_differ_is_refused() -> None:
     handle = library.load().handle  # type: ignore[union-attr]
     reported = handle.partita_layout().decode()
-    assert layout.disagreement(reported) is None
+    assert library.disagreement(reported) is None
     for old, new, named in (
         ("PartitaSums.stats=80", "PartitaSums.stats=88", "PartitaSums.stats"),
         ("PartitaLogits=72", "PartitaLogits=80", "PartitaLogits"),
@@ -157,55 +161,4 @@ def test_a_library_whose_structures_differ_is_refused() -> None:
         ("PartitaProblem.B=0 ", "PartitaProblem.B=0 PartitaProblem.new=500 ", "PartitaProblem.new"),
     ):
         assert old in reported
-        assert named in (layout.disagreement(reported.replace(old, new)) or "")
-
-
-def test_every_field_is_documented_once() -> None:
-    for structure in layout.STRUCTURES:
-        names = [field.name for field in structure.fields]
-        assert len(set(names)) == len(names)
-        text = structure.describe()
-        assert all(f" {name} " in text for name in names) and all(field.meaning for field in structure.fields)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_plain_attention_is_the_ordinary_pass(dtype: torch.dtype, transposed: bool) -> None:
-    query = torch.randn(2, 6, 33, 16).to(dtype)
-    key, value = torch.randn(2, 3, 40, 16).to(dtype), torch.randn(2, 3, 40, 24).to(dtype)
-    if transposed:
-        query, key, value = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
-    for causal in (False, True):
-        for scale in (0.25, -3.0):  # the scale is no part of what is kept
-            found = plain_attention.attention(query, key, value, scale, causal, True)
-            assert found is not None and found[1] is not None
-            seen = partita.support.causal() if causal else None
-            gibbs = partita.Gibbs(query, key, scale=scale, support=seen, grouped=True)
-            mean, state = gibbs.mean(value)
-            assert found[0].dtype == dtype and torch.equal(found[0], mean.to(dtype))
-            for a, b in zip(found[1], state.stats(), strict=True):
-                assert torch.equal(a, b)
-
-
-def test_what_plain_attention_does_not_serve_is_none() -> None:
-    q = torch.randn(2, 4, 5, 8)
-    assert plain_attention.attention(q, q, q, 1.0, False, False) is not None
-    bad: list[tuple[Tensor, Tensor, Tensor, float]] = [
-        (q, q.double(), q, 1.0), (*(q.int(),) * 3, 1.0), (*(q[0, 0],) * 3, 1.0), (q, q[:1], q[:1], 1.0),
-        (q, q[:, :3], q[:, :3], 1.0), (q, q[..., :7], q, 1.0), (q[:, :, :0], q, q, 1.0), (q, q, q, float("nan")),
-        (q, q.mT.contiguous().mT, q, 1.0), (q, q, q[:, :, :4], 1.0), (q, q, q * float("nan"), 1.0),
-        (q.to("meta"), q, q, 1.0),
-    ]  # fmt: skip
-    for query, key, value, scale in bad:
-        assert plain_attention.attention(query, key, value, scale, False, True) is None
-
-
-def test_logits_and_rows_check_their_storage_too() -> None:
-    x = torch.ones(2, 3)
-    freed = torch.ones(2, 4)
-    freed.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="storage"):
-        losses.logits_of(x, torch.ones(4, 3), freed)
-    rows, target = losses.NllSums(*(torch.zeros(2) for _ in range(3))), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match="storage"):
-        losses.softmax_rows(freed, None, target, rows, torch.ones(2), gradient=True)
+        assert named in (library.disagreement(reported.replace(old, new)) or "")

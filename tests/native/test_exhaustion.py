@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -70,8 +69,9 @@ def test_no_memory_is_an_error_that_says_so() -> None:
 
 
 def test_what_the_library_has_no_memory_for_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = SimpleNamespace(partita_backward=lambda *structures: 2)
-    found = library.Library(handle, "baseline", library.load().path), None  # type: ignore[arg-type, union-attr]
+    known = library.load()
+    assert known is not None
+    found = known._replace(functions={"backward": lambda *structures: 2}), None
     monkeypatch.setattr(library, "_find", lambda: found)
     with pytest.raises(MemoryError, match="workspace"):
         library.run("backward", b"", b"")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import partita
 from partita.engine.backends.native import library
 from partita.engine.backends.native import losses as native_losses
-from partita.engine.backends.native import reduce as native
-from partita.engine.sums import Sums
+from partita.engine.backends.native import passes as native
+from partita.engine.sums import OPERANDS, SumGrads, Sums
 from partita.engine.terms import Term
 from tests.tolerances import assert_exact, assert_no_worse_than_naive
 
@@ -39,7 +40,7 @@ def simple(*shape: int, n_key: int | None = None, dtype: torch.dtype = torch.flo
 
 
 def run(case: Case, *, rank: bool = False) -> Sums:
-    sums = native.reduce(*case.operands(), moments=True, rank=rank)  # type: ignore[arg-type]
+    sums = native.forward(case.request(rank=rank))
     assert sums is not None
     return sums
 
@@ -48,17 +49,17 @@ def causal(n: int, batch: int = 0) -> tuple[Term, ...]:
     return (Term(stop=torch.arange(1, n + 1, dtype=torch.int32).expand(*(1,) * batch, n)),)
 
 
-@pytest.mark.parametrize("dim", [3, 64, 500])
-def test_a_copy_of_the_target_ties_with_it(dim: int) -> None:
+@pytest.mark.parametrize(("n_query", "dim"), [(40, 3), (40, 64), (40, 500), (1, 64)])
+def test_a_copy_of_the_target_ties_with_it(n_query: int, dim: int) -> None:
     key = torch.randn(700, dim).repeat_interleave(2, 0)  # every key twice: in other panels, tiles and blocks
     key = key[torch.randperm(1400)]
-    query = torch.randn(40, dim)
-    score = query @ key.T
-    target = score.topk(2).indices[:, 1]  # the best key, by one of its two copies
+    query = torch.randn(n_query, dim)
+    best = (query @ key.T).topk(2).indices  # the best key, by each of its two copies
     for softcap in (None, 3.0):
         bias = torch.full((1, 1400), 0.125) if softcap else None
-        case = Case(query, key, None, torch.full((1,), dim**-0.5), bias, target, (), softcap)
-        assert torch.equal(run(case, rank=True).rank, torch.zeros(40, dtype=torch.int64))
+        for target in best.unbind(1):
+            case = Case(query, key, None, torch.full((1,), dim**-0.5), bias, target, (), softcap)
+            assert torch.equal(run(case, rank=True).rank, torch.zeros(n_query, dtype=torch.int64))
 
 
 def test_an_empty_row_has_neutral_sums_and_zero_gradients() -> None:
@@ -70,11 +71,10 @@ def test_an_empty_row_has_neutral_sums_and_zero_gradients() -> None:
     assert bool((sums.peak[empty] == float("-inf")).all())
     assert not sums.mass[empty].any() and not sums.moment[empty].any() and not sums.count[empty].any()
     nan = torch.where(empty, float("nan"), 1.0)  # what autograd may hand over for such a row
-    grads = native.reduce_backward(
-        *case.operands(), sums.peak, nan, nan, None, nan[:, None].expand(5, 8), None, (True, True, True, True, False)
-    )  # type: ignore[arg-type]
+    upstream = SumGrads(nan, nan, None, nan[:, None].expand(5, 8))
+    grads = native.backward(case.request(), sums.peak, upstream, (True, True, True, True, False))
     assert grads is not None
-    assert not grads.query[empty].any() and not grads.scale.isnan().any() and grads.key.isfinite().all()
+    assert not grads["query"][empty].any() and not grads["scale"].isnan().any() and grads["key"].isfinite().all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -82,12 +82,12 @@ def test_what_is_not_finite_is_reported_or_harmless(bad: float) -> None:
     case = simple(33, 16, n_key=40)
     case.key[35:] = bad
     case.value[35:] = bad
-    assert native.reduce(*case.operands(), moments=True, rank=False) is None  # visible: never a silent number
+    assert native.forward(case.request()) is None  # visible: never a silent number
     clean = Case(case.query, case.key[:35], case.value[:35], case.scale)
     hidden = Case(
         case.query, case.key, case.value, case.scale, terms=(Term(stop=torch.full((33,), 35, dtype=torch.int32)),)
     )
-    sums = native.reduce(*hidden.operands(), moments=True, rank=False)  # type: ignore[arg-type]
+    sums = native.forward(hidden.request())
     if sums is not None:  # None sends the caller to a backend that looks at every key
         torch.testing.assert_close(sums.moment, run(clean).moment)
 
@@ -114,7 +114,7 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(shape: tuple[int, ...], 
         assert root(ours) <= 2 * root(theirs) + 1e-9
 
 
-def test_batch_first_layout_is_read_as_it_lies() -> None:
+def test_batch_first_layout_is_read_in_place() -> None:
     """(batch, n, heads, d) seen as (batch, heads, n, d): same numbers as a copy, bit for bit."""
     qkv = [torch.randn(2, 70, 3, 32).transpose(1, 2) for _ in range(3)]
     scale = torch.full((1, 1, 1), 0.2)
@@ -123,7 +123,7 @@ def test_batch_first_layout_is_read_as_it_lies() -> None:
 
 
 @pytest.mark.parametrize("heads", [3, 8, 32])  # 32 heads: rows a multiple of 4096 bytes apart, which are packed
-def test_the_mean_value_lies_as_the_query_does(heads: int) -> None:
+def test_the_mean_value_is_laid_out_as_the_query(heads: int) -> None:
     query, key, value = (torch.randn(70, 2 * heads, 32).transpose(0, 1).view(2, heads, 70, 32) for _ in range(3))
     out, stats = partita.attention(query, key, value, return_stats=True)
     peer = torch.nn.functional.scaled_dot_product_attention(query, key, value)
@@ -137,14 +137,6 @@ def test_the_mean_value_lies_as_the_query_does(heads: int) -> None:
     torch.testing.assert_close(few, partita.attention(query, key[:, :1].expand_as(key), value[:, :1].expand_as(value)))
     narrow = partita.attention(query, key, value[..., :5])  # another width: no layout to follow
     torch.testing.assert_close(narrow, peer[..., :5])
-
-
-@pytest.mark.parametrize("group", [1, 4])
-def test_one_row_against_a_long_cache(group: int) -> None:
-    query, key, value = torch.randn(2, group, 1, 64), torch.randn(2, 1, 5000, 64), torch.randn(2, 1, 5000, 64)
-    sums = run(Case(query, key, value, torch.full((1, 1, 1), 0.125)))
-    want = F.scaled_dot_product_attention(query.double(), key.double(), value.double())
-    torch.testing.assert_close((sums.moment / sums.mass[..., None]).double(), want, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("n_query", "n_key"), [(700, 30), (30, 3000), (300, 300)])
@@ -164,10 +156,11 @@ def test_one_head_is_split_over_threads_with_one_result(n_query: int, n_key: int
             upstream = [
                 torch.randn_like(x) for x in (sums.mass, sums.first, sums.spread, sums.moment, sums.target_score)
             ]
-            grads = native.reduce_backward(*case.operands(), sums.peak, *upstream, (True,) * 5)  # type: ignore[arg-type]
-            leaves = (exact.query, exact.key, exact.value, exact.scale, exact.bias)
-            for got, need in zip(grads, torch.autograd.grad(dense.total(want, upstream), leaves), strict=True):  # type: ignore[arg-type]
-                torch.testing.assert_close(got, need)
+            grads = native.backward(case.request(), sums.peak, SumGrads(*upstream), (True,) * 5)
+            leaves = {name: getattr(exact, name) for name in OPERANDS}
+            found = torch.autograd.grad(dense.total(want, upstream), leaves.values())
+            for name, need in zip(leaves, found, strict=True):
+                torch.testing.assert_close(grads[name], need)
     finally:
         torch.set_num_threads(before)
 
@@ -176,25 +169,24 @@ def test_operands_are_checked_before_a_pointer_is_passed() -> None:
     case = simple(2, 5, 8)
     q, k, v, scale = case.query, case.key, case.value, case.scale
     wrong = [
-        (q, k.double(), v, scale, None, None, (), None),
-        (q, k[..., :7], v, scale, None, None, (), None),
-        (q, k, v[:, :4], scale, None, None, (), None),
-        (q, k[0], v, scale, None, None, (), None),
-        (q, torch.randn(3, 5, 8), v, scale, None, None, (), None),
-        (q, k, v, torch.ones(1, 4), None, None, (), None),
-        (q, k, v, scale, torch.zeros(1, 5, 4), None, (), None),
-        (q, k, v, scale, None, torch.zeros(1, 5, dtype=torch.int32), (), None),
-        (q, k, v, scale, None, None, (Term(stop=torch.zeros(1, 5)),), None),
-        (q, k, v, scale, None, None, (Term(), Term()), None),
-        (q, k, v, scale, None, None, (), -1.0),
-        (q, k, torch.empty(2, 5, 8, device="meta"), scale, None, None, (), None),
+        Case(q, k.double(), v, scale),
+        Case(q, k[..., :7], v, scale),
+        Case(q, k, v[:, :4], scale),
+        Case(q, k[0], v, scale),
+        Case(q, torch.randn(3, 5, 8), v, scale),
+        Case(q, k, v, torch.ones(1, 4)),
+        Case(q, k, v, torch.ones(1, 1, dtype=torch.float64)),
+        Case(q, k, v, scale, torch.zeros(1, 5, 4)),
+        Case(q, k, v, scale, None, torch.zeros(1, 5, dtype=torch.int32)),
+        Case(q, k, v, scale, None, None, (Term(stop=torch.zeros(1, 5)),)),
+        Case(q, k, torch.empty(2, 5, 8, device="meta"), scale),
     ]
-    for operands in wrong:
+    for case in wrong:
         with pytest.raises((ValueError, TypeError)):
-            native.reduce(*operands, moments=True, rank=False)  # type: ignore[arg-type]
+            native.forward(case.request())
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_bf16"])
 def test_every_instruction_set_gives_the_same_numbers(isa: str) -> None:
     """In a process of its own, since the choice is made once; a set the processor lacks falls back to a lesser one."""
     code = (
@@ -205,7 +197,7 @@ def test_every_instruction_set_gives_the_same_numbers(isa: str) -> None:
         [sys.executable, "-c", code], env={**os.environ, "PARTITA_ISA": isa}, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() in ("baseline", "avx2", "avx512")
+    assert found.stdout.strip() in ("baseline", "avx2", "avx512", "avx512_bf16")
 
 
 def test_a_missing_library_is_a_reason_and_not_an_error() -> None:
@@ -216,11 +208,43 @@ def test_a_missing_library_is_a_reason_and_not_an_error() -> None:
     assert "not there" in found.stdout
 
 
-@pytest.mark.parametrize("shape", ["late", "rising", "hidden first"])
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="files that are loaded are read from /proc")
+@pytest.mark.parametrize("spelled", ["./x.so", "x.so", "sub/../x.so", "{}/x.so", "link.so"])
+def test_the_file_that_is_named_is_the_one_that_is_loaded(spelled: str, tmp_path: Path) -> None:
+    """The loader searches its own folders for a name without a slash: a file of that name there is not loaded."""
+    known = library.load()
+    assert known is not None
+    here, searched = tmp_path / "here", tmp_path / "searched"
+    for folder in (here / "sub", searched):
+        folder.mkdir(parents=True)
+    for file in (here / "x.so", searched / "x.so", searched / "link.so"):
+        shutil.copy(known.path, file)
+    (here / "link.so").symlink_to("x.so")
+    code = (
+        "from partita.engine.backends.native.library import load, why_not; print(why_not() or load().path)\n"
+        "print(*{line.split()[-1] for line in open('/proc/self/maps') if line.rstrip().endswith('.so')}, sep='\\n')"
+    )
+    paths = os.pathsep.join(os.path.abspath(p) for p in sys.path if p)
+    env = {"PARTITA_NATIVE_LIBRARY": spelled.format(here), "LD_LIBRARY_PATH": str(searched), "PYTHONPATH": paths}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, cwd=here, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    said, *loaded = found.stdout.splitlines()
+    assert os.path.isabs(said) and os.path.samefile(said, here / "x.so")
+    assert [path for path in loaded if path.startswith(str(tmp_path))] == [str(here / "x.so")]
+
+
+@pytest.mark.parametrize("shape", ["late", "rising", "hidden first", "one above"])
 def test_a_variance_keeps_its_digits_wherever_the_peak_comes(shape: str) -> None:
-    """A centre set by keys that turn out not to matter must give way: about it, a narrow row's variance cancels."""
+    """A centre set by keys that turn out not to matter must give way: about it, a narrow row's variance cancels.
+
+    So does, about the peak, that of a row whose peak is one key of small mass: 300 times its variance.
+    """
     n = 4000
-    score = 0.1 * torch.randn(6, n)
+    score = (0.001 if shape == "one above" else 0.1) * torch.randn(6, n)
+    if shape == "one above":
+        score[:, 7] += 0.5
     if shape == "late":
         score[:, 3000:3005] += 14.0
     if shape == "rising":
@@ -228,9 +252,8 @@ def test_a_variance_keeps_its_digits_wherever_the_peak_comes(shape: str) -> None
     start = torch.full((6,), 2500, dtype=torch.int32)
     terms = (Term(start=start),) if shape == "hidden first" else ()
     score = score - 100.0 if terms else score
-    sums = native.reduce(
-        torch.ones(6, 1), torch.zeros(n, 1), None, torch.ones(1), score, None, terms, None, moments=True, rank=False
-    )
+    case = Case(torch.ones(6, 1), torch.zeros(n, 1), None, torch.ones(1), score, None, terms)
+    sums = native.forward(case.request())
     assert sums is not None
     assert sums.statistics is not None
     seen = score[:, 2500:] if terms else score
@@ -240,7 +263,9 @@ def test_a_variance_keeps_its_digits_wherever_the_peak_comes(shape: str) -> None
         return (p * (s - (p * s).sum(-1, keepdim=True)) ** 2).sum(-1)
 
     truth = variance(seen.double())
-    assert_no_worse_than_naive(sums.statistics[3], variance(seen), truth)
+    unit = 1.0 if shape == "hidden first" else truth  # differences of scores near -100 are rounded
+    found, naive = ((x / unit).float() for x in (sums.statistics[3], variance(seen)))
+    assert_no_worse_than_naive(found, naive, truth / unit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -252,19 +277,12 @@ def test_logits_of_a_chunk_are_the_product(shape: tuple[int, int, int], dtype: t
     x, wide = torch.randn(n, dim, dtype=dtype), torch.randn(classes, dim + 3, dtype=dtype)
     for weight in (wide[:, :dim], wide[:, :dim].contiguous(), wide.t().contiguous().t()[:, :dim]):
         logits = torch.full((n, classes), torch.nan, dtype=dtype)
-        native_losses.logits_of(x, weight, logits)
+        native_losses.write_logits(x, weight, logits)
         truth = x.double() @ weight.double().T
         if dtype == torch.float64:
             assert_exact(logits, truth)
         else:
             assert_no_worse_than_naive(logits, x @ weight.T, truth)
-
-
-def test_logits_refuse_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="logits must be contiguous"):
-        native_losses.logits_of(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 2).t())
-    with pytest.raises(ValueError, match="key must be"):
-        native_losses.logits_of(torch.ones(2, 3), torch.ones(5, 3), torch.ones(2, 4))
 
 
 def test_sums_about_a_centre_come_back_to_the_peak() -> None:
@@ -273,7 +291,7 @@ def test_sums_about_a_centre_come_back_to_the_peak() -> None:
     key = -torch.rand(1100, 1) * 6 - 18
     key[3] = 0  # nearly all of the mass: the rest is a few roundings
     query = torch.linspace(0.85, 1.2, 20000)[:, None]
-    sums = native.reduce(query, key, None, torch.ones(1), None, None, (), None, moments=True, rank=False)
+    sums = native.forward(Case(query, key, None, torch.ones(1)).request())
     assert sums is not None and sums.mass.min() >= 1 and sums.mass.max() < 1.0001
     entropy = partita.Gibbs(query, key).entropy()
     log_p = (query.double() @ key.double().T).log_softmax(-1)

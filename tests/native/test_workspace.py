@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import partita
-from partita.engine.backends.native import workspace as kept
-from partita.engine.backends.native.workspace import workspace
+from partita.engine.backends.native import losses as kept
+from partita.engine.backends.native.losses import workspace
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_no_two_calls_share_it() -> None:
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 32, 1000, 1024, 32768])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_lie_an_odd_number_of_lines_apart(columns: int, dtype: torch.dtype) -> None:
+def test_rows_are_an_odd_number_of_cache_lines_long(columns: int, dtype: torch.dtype) -> None:
     with workspace(3, columns, dtype) as matrix:
         apart = matrix.stride(0) * dtype.itemsize
         assert apart % 128 == 64 and apart >= columns * dtype.itemsize

@@ -66,7 +66,7 @@ def everything(
                 rows = x.sin().sum(-1) if name == "mean" else torch.where(x.isfinite(), x, torch.zeros_like(x))
                 rows = torch.zeros_like(rows) if name == "score_variance" and not variance else rows
                 total = total + (place + 1) * (rows * weight).sum()
-    # outside the block: the backward pass is asked of the same backend
+    # outside the block: the same backend serves the backward pass
     grads = torch.autograd.grad(total, leaves.values())
     return {**{n: x.detach() for n, x in found.items()}, **dict(zip(("d " + n for n in leaves), grads, strict=True))}
 

@@ -71,7 +71,7 @@ def test_the_table_covers_what_it_should() -> None:
 
 
 def test_the_table_is_of_this_code_and_these_tiles() -> None:
-    """Whoever changes a kernel or a tile compiles it again: `make gpu-resources` does what is missing."""
+    """A changed kernel or tile is compiled again: `make gpu-resources` does what is missing."""
     assert COMMITTED["code"] == fingerprint(), "make gpu-resources"
     assert [name for name, record in KERNELS.items() if not fits(record)] == [], "make gpu-resources"
 

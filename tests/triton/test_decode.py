@@ -6,20 +6,11 @@ import pytest
 import torch
 
 import partita
-from partita.engine.backends.triton import decode, launch
+from partita.engine.backends.triton import reduce
 from tests.triton.cases import DEVICE, DTYPE, compare, everything, needs_triton, normal
 
 pytestmark = needs_triton
 S = partita.support
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The kernels that ran, with their programs."""
-    found = []
-    run = launch.Launch.run
-    monkeypatch.setattr(launch.Launch, "run", lambda self, device: (found.append(self), run(self, device))[1])
-    return found
 
 
 SEEN = {
@@ -28,7 +19,7 @@ SEEN = {
     "window": S.window(None, 200),
     "segments": S.segments(torch.zeros(3).long(), torch.arange(300) // 100),
     "mask": S.mask(torch.rand(3, 300, generator=torch.Generator().manual_seed(0)) < 0.3),
-    "hole": S.not_self(),
+    "not self": S.not_self(),
     "none": S.lengths(0),
 }
 
@@ -56,9 +47,9 @@ def test_the_merge_is_the_engines():
         torch.testing.assert_close(getattr(whole, name), getattr(merged, name), rtol=slack, atol=slack)
 
 
-@pytest.mark.parametrize("kind", ["all", "lengths", "mask by head"])
+@pytest.mark.parametrize("kind", ["all", "lengths", "not self", "mask by head"])
 def test_heads_that_share_their_keys_become_rows(kind, launched):
-    support = {"all": None, "lengths": S.lengths(torch.tensor([259, 0], device=DEVICE))}.get(kind)
+    support = {"not self": S.not_self(), "lengths": S.lengths(torch.tensor([259, 0], device=DEVICE))}.get(kind)
     if kind == "mask by head":
         support = S.mask((torch.arange(300, device=DEVICE) + torch.arange(6, device=DEVICE)[:, None])[:, None] % 3 > 0)
     query, key, value = normal(2, 6, 1, 8, seed=1), normal(2, 2, 300, 8, seed=2), normal(2, 2, 300, 5, seed=3)
@@ -83,8 +74,7 @@ def test_an_infinite_value_stays_infinite_however_little_its_part_weighs():
 def test_what_is_not_a_group_is_not_folded():
     query, key = torch.zeros(2, 3, 1, 4), torch.zeros(2, 1, 5, 4)
     asked = partita.Gibbs(query, key).request()
-    folded = decode.fold(asked)
+    folded = reduce.fold(asked)
     assert folded is not None and folded.batch == (2, 1) and folded.n_query == 3
-    assert decode.fold(partita.Gibbs(query, key.expand(2, 3, 5, 4)).request()) is None  # keys of their own
-    assert decode.fold(partita.Gibbs(query.expand(2, 3, 2, 4), key).request()) is None  # more than one query
-    assert decode.fold(partita.Gibbs(query, key, support=S.not_self()).request()) is None  # a hole counts rows
+    assert reduce.fold(partita.Gibbs(query, key.expand(2, 3, 5, 4)).request()) is None  # keys of their own
+    assert reduce.fold(partita.Gibbs(query.expand(2, 3, 2, 4), key).request()) is None  # more than one query

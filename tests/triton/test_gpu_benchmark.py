@@ -22,7 +22,7 @@ STAND_IN = "triton" if interpreted() else "tiled"
 
 @pytest.fixture
 def device(monkeypatch):
-    """What of torch.cuda the benchmark asks, for a machine that has none; memory that a call is said to take."""
+    """What the benchmark calls of torch.cuda, for a machine that has none; memory that a call is said to take."""
     for name, result in {
         "synchronize": None,
         "reset_peak_memory_stats": None,

@@ -59,7 +59,7 @@ def test_explain_says_that_the_interpreter_must_be_named() -> None:
         assert "only if it is named" in partita.explain(p)
         assert choose(p.request()).name != "triton"
     with partita.backend("triton"):
-        assert partita.explain(p).startswith("triton serves (asked for)")
+        assert partita.explain(p).startswith("triton serves (chosen)")
 
 
 @needs_triton

@@ -8,8 +8,7 @@ import torch
 import partita
 from partita.engine.backends import TABLE
 from partita.engine.backends.triton import launch
-from partita.engine.request import extend
-from partita.engine.sums import Upstream
+from partita.engine.sums import SumGrads
 from tests.strategies import SUPPORTS, catalogue
 from tests.triton.cases import DEVICE, DTYPE, INTERPRETED, compare, everything, needs_triton, normal
 
@@ -83,8 +82,8 @@ def test_grouped_queries_without_copies():
         torch.testing.assert_close(x.double(), want[name].double(), rtol=0, atol=slack)
 
 
-def test_strided_operands_as_they_lie():
-    """Heads behind positions, features that are not neighbours, an expanded value, the negative bit of a view."""
+def test_strided_operands_in_place():
+    """Heads behind positions, features that are not adjacent, an expanded value, the negative bit of a view."""
     given = {
         "query": normal(2, 33, 3, 8, seed=1).transpose(1, 2),
         "key": normal(2, 3, 8, 40, seed=2).mT,
@@ -101,7 +100,7 @@ def test_strided_operands_as_they_lie():
     torch.testing.assert_close(state.entropy().double(), other.entropy(), rtol=0, atol=slack)
 
 
-def test_the_result_lies_in_memory_as_the_query_does():
+def test_the_result_is_laid_out_as_the_query():
     query = normal(2, 33, 3, 8, seed=1).transpose(1, 2)
     with partita.backend("triton"):
         out = partita.attention(query, query, query, scale=0.3)
@@ -157,13 +156,13 @@ def test_small_scores_keep_their_digits_under_a_large_softcap():
 def test_gradients_of_half_precision_do_not_sink_below_its_smallest_number():
     """The backward pass is linear: a millionth (a power of two) of the upstream gives a millionth, to the last bit."""
     query, key, value = (normal(n, 8, seed=n, dtype=torch.float16) for n in (33, 40, 40))
-    asked = extend(partita.Gibbs(query, key).request(), value=value)
+    asked = partita.Gibbs(query, key).asking(value)
     kernels = TABLE["triton"]
     peak = kernels.forward(asked).peak
 
     def gradients(factor):
         rows = [normal(33, seed=seed, dtype=torch.float32) * factor for seed in (1, 2, 3)]
-        g = Upstream(*rows, normal(33, 8, seed=4, dtype=torch.float32) * factor, None)
+        g = SumGrads(*rows, normal(33, 8, seed=4, dtype=torch.float32) * factor, None)
         return kernels.backward(asked, peak, g, (True, True, True, True, False))
 
     whole, part = gradients(1.0), gradients(2.0**-20)
@@ -184,22 +183,15 @@ def test_the_middle_level_has_everything_but_the_variance():
 
 
 @pytest.mark.parametrize(("of", "level"), [("mean", 0), ("entropy", 2), ("score_variance", 2)])
-def test_the_backward_pass_has_the_level_that_flows_back(of, level, monkeypatch):
-    """Statistics that nobody differentiates cost nothing there."""
-    seen = set()
-    run = launch.Launch.run
-
-    def watched(self, device):
-        seen.add((self.kernel.split(".")[0], self.switches["LEVEL"]))
-        run(self, device)
-
-    monkeypatch.setattr(launch.Launch, "run", watched)
+def test_the_backward_pass_has_the_level_that_flows_back(of, level, launched):
+    """Statistics that are not differentiated cost nothing there."""
     given = operands()
     query = given["query"].clone().requires_grad_()
     with partita.backend("triton"):
         mean, state = partita.Gibbs(query, given["key"]).mean(given["value"])
     (mean if of == "mean" else getattr(state, of)()).sum().backward()
-    assert seen == {("forward", 2), ("backward", level)}
+    levels = {(x.kernel.split(".")[0], x.switches["LEVEL"]) for x in launched}
+    assert levels == {("forward", 2), ("backward", level)}
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="sizes of the interpreter's tiles")

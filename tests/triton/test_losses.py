@@ -15,7 +15,7 @@ from torch import Tensor
 import partita
 from partita.engine.backends.triton import BACKEND, losses
 from partita.engine.backends.triton.launch import interpreted
-from partita.engine.request import Request, extend
+from partita.engine.request import Request
 from tests.tolerances import assert_no_worse_than_naive
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="runs kernels in Triton's interpreter: make test-triton")
@@ -33,7 +33,7 @@ def classifier(dtype: torch.dtype, bias: bool = True) -> tuple[list[Tensor], Ten
 def request_of(operands: list[Tensor], target: Tensor) -> Request:
     query, key, scale, *bias = operands
     gibbs = partita.Gibbs(query, key, scale=scale, bias=bias[0] if bias else None)
-    found = extend(gibbs.request(), target=target, statistics=False)
+    found = gibbs.asking(target=target, statistics=False)
     assert found is not None
     return found
 
@@ -112,7 +112,7 @@ def test_more_features_than_a_pass_can_hold() -> None:
     assert BACKEND.why_not(request) is not None
     with partita.backend("triton"):
         loss = partita.Gibbs(x, w).weighted_nll(target, torch.ones(5))
-        assert type(loss.grad_fn).__name__ == "WeightedNllBackward"
+        assert type(loss.grad_fn).__name__ == "FastPathBackward"
         found = torch.autograd.grad(loss, (x, w))
         with pytest.raises(partita.errors.BackendError, match="256 features"):
             partita.Gibbs(x, w).nll(target)

@@ -48,17 +48,8 @@ def test_a_broken_kernel_fails(what: str, tmp_path: Path) -> None:
     file.write_text(text.replace(old, new) if old else text)
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", "PARTITA_BACKEND": "triton"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        str(Path(__file__).parent / test),
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *options, str(Path(__file__).parent / test)]
     done = subprocess.run(command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)
     assert done.returncode == (0 if what == "nothing" else 1), done.stdout[-2000:] + done.stderr[-2000:]
     assert "1 passed" in done.stdout or "1 failed" in done.stdout

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import partita
-from partita.engine.backends.triton import autotune, tiles
+from partita.engine.backends.triton import tiles
 from partita.engine.backends.triton.launch import interpreted
 
 KINDS = ("forward", "decode", "backward_rows", "backward_keys", "backward_pairs")
@@ -47,14 +47,14 @@ def test_the_fastest_tile_is_kept_and_one_that_fails_is_not(forgetful, monkeypat
             raise RuntimeError("out of resource: shared memory")
         return times.get(tile, 2.0)
 
-    monkeypatch.setattr(autotune, "_seconds", seconds)
+    monkeypatch.setattr(tiles, "_seconds", seconds)
     monkeypatch.setenv("PARTITA_TRITON_AUTOTUNE", "1")
     calls = []
     query = torch.zeros(1, 2)
     request = partita.Gibbs(query, query).request()
-    autotune.autotuned(lambda request: calls.append(tiles.tile(*key)))(request)
+    tiles.autotuned(lambda request: calls.append(tiles.tile(*key)))(request)
     assert calls == [slow, fast]  # once to see what it asks for, once as it should be
-    autotune.autotuned(lambda request: calls.append(tiles.tile(*key)))(request)
+    tiles.autotuned(lambda request: calls.append(tiles.tile(*key)))(request)
     assert calls[2:] == [fast, fast]  # what is known is not tried again
 
 

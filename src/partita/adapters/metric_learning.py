@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,17 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 
 from partita._checks import check_positive
-from partita._overrides import overridable
-from partita.contrastive import LabelStats, sort_by_label, supcon_loss
-from partita.contrastive.readout import per_row, width_of
-from partita.engine import State, Stats
+from partita._torch_function import overridable
+from partita.collective import ALONE
+from partita.contrastive import LabelStats, sort_by_label
+from partita.contrastive.readout import label_stats
+from partita.contrastive.views import label_rows
+from partita.engine import State
 from partita.errors import ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
+from partita.precision import no_autocast, product
 from partita.rows import in_row_blocks
+from partita.score import Distance, Score
 
 __all__ = ["NTXentLoss", "SupConLoss", "pair_loss"]
 
@@ -24,16 +29,21 @@ __all__ = ["NTXentLoss", "SupConLoss", "pair_loss"]
 class _Loss(nn.Module):
     kind: str
 
-    def __init__(self, temperature: float, others: dict[str, Any]):
+    def __init__(self, temperature: float, distance: Any, reducer: Any, others: dict[str, Any]):
         super().__init__()
         check_positive("temperature", temperature)
-        asked = [name for name, value in others.items() if value is not None]
-        if asked:
+        given = [name for name, value in others.items() if value is not None]
+        if given:
             raise ValueRangeError(
-                f"{self.kind} takes a temperature; {', '.join(asked)} would need the n x n matrix of distances or a "
-                f"loss of each pair, which are not made here. Use pytorch_metric_learning's own for those."
+                f"{self.kind} takes temperature, distance and reducer, and not {', '.join(given)}. "
+                f"Use pytorch_metric_learning's own loss for those."
             )
-        self.temperature = temperature
+        _score_of(distance)
+        if reducer is not None and not callable(reducer):
+            raise ValueRangeError(
+                f"reducer must be one of pytorch_metric_learning.reducers, or None; got {type(reducer).__name__}."
+            )
+        self.temperature, self.distance, self.reducer = temperature, distance, reducer
 
     def forward(
         self,
@@ -42,12 +52,11 @@ class _Loss(nn.Module):
         indices_tuple: Sequence[Tensor] | None = None,  # (a, p, n), or (a, p) and (a, n) in a row
         ref_emb: Tensor | None = None,  # (m, dim)
         ref_labels: Tensor | None = None,  # (m,)
-    ) -> Tensor:
-        out = pair_loss(
-            embeddings, labels, indices_tuple, ref_emb, ref_labels, kind=self.kind, temperature=self.temperature
-        )
-        assert isinstance(out, Tensor)
-        return out
+    ) -> Any:
+        return pair_loss(
+            embeddings, labels, indices_tuple, ref_emb, ref_labels, kind=self.kind, temperature=self.temperature,
+            distance=self.distance, reducer=self.reducer,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}"
@@ -56,13 +65,17 @@ class _Loss(nn.Module):
 class SupConLoss(_Loss):
     """Supervised contrast; equal to ``pytorch_metric_learning.losses.SupConLoss()`` with its defaults.
 
-    With mined tuples an anchor's candidates are the pairs that the miner gave, each counted once.
+    The mean is over the anchors whose loss is not 0. With mined tuples an anchor's candidates are the pairs that the
+    miner gave, each counted once. Without any positive or any negative in the whole batch the loss is 0, as there.
+
+    distance: `CosineSimilarity`, `DotProductSimilarity` or `LpDistance` of that package; any other is refused.
+    reducer: one of that package's; it gets the loss of each anchor.
     """
 
     kind = "SupConLoss"
 
-    def __init__(self, temperature: float = 0.1, **others: Any):
-        super().__init__(temperature, others)
+    def __init__(self, temperature: float = 0.1, *, distance: Any = None, reducer: Any = None, **others: Any):
+        super().__init__(temperature, distance, reducer, others)
 
 
 class NTXentLoss(_Loss):
@@ -72,12 +85,43 @@ class NTXentLoss(_Loss):
 
     Negatives stream (keys sorted by label); only the positive pairs are listed. With mined tuples both are the miner's
     lists, a pair that is in them twice counts twice, as there.
+
+    distance: as for `SupConLoss`.
+    reducer: one of that package's; it gets the loss of each positive pair.
     """
 
     kind = "NTXentLoss"
 
-    def __init__(self, temperature: float = 0.07, **others: Any):
-        super().__init__(temperature, others)
+    def __init__(self, temperature: float = 0.07, *, distance: Any = None, reducer: Any = None, **others: Any):
+        super().__init__(temperature, distance, reducer, others)
+
+
+class _Power:
+    """The power of an inner product, or minus that of a distance."""
+
+    per_pair = 1
+
+    def __init__(self, p: float | None, power: float):
+        self.distance, self.power = None if p is None else Distance(p), power
+
+    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
+        if self.distance is None:
+            return product(query, key.mT) ** self.power
+        return -((-self.distance(query, key)) ** self.power)
+
+
+def _score_of(distance: Any) -> Score | None:
+    """What the engine scores with, of vectors that are normalised already; None is the inner product."""
+    kind = type(distance)
+    home = kind.__module__.startswith("pytorch_metric_learning.distances.")
+    if distance is None or (home and kind.__name__ in ("CosineSimilarity", "DotProductSimilarity")):
+        return None if distance is None or distance.power == 1 else _Power(None, distance.power)
+    if not home or kind.__name__ != "LpDistance":
+        raise ValueRangeError(
+            f"distance must be CosineSimilarity, DotProductSimilarity or LpDistance of "
+            f"pytorch_metric_learning.distances, or None; got {kind.__name__}. Use that package's own loss for others."
+        )
+    return Distance(distance.p) if distance.power == 1 else _Power(distance.p, distance.power)
 
 
 @overridable
@@ -90,49 +134,86 @@ def pair_loss(
     *,
     kind: str,
     temperature: float,
+    distance: Any = None,
+    reducer: Any = None,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, Stats]:
+) -> Any:
     """What the modules above compute. return_stats: also a `LabelStats` of each anchor among its candidates."""
     if embeddings.dim() != 2 or (labels is not None and tuple(labels.shape) != (len(embeddings),)):
         raise ShapeError("embeddings must be (n, dim) and labels (n,).")
-    if indices_tuple is not None:
-        keys = embeddings if ref_emb is None else ref_emb
-        pairs = _pairs(indices_tuple, len(embeddings), len(keys))
-        x, keys = normalize(embeddings, dim=-1), normalize(keys, dim=-1)
-        return _mined(x, keys, pairs, 1.0 / temperature, kind == "SupConLoss", return_stats)
-    if labels is None:
+    itself = ref_emb is None
+    keys = embeddings if ref_emb is None else ref_emb
+    pairs = None if indices_tuple is None else _pairs(indices_tuple, len(embeddings), len(keys))
+    if pairs is None and labels is None:
         raise ShapeError("embeddings must be (n, dim) and labels (n,): without labels, give mined tuples.")
-    if (ref_emb is None) != (ref_labels is None):
+    if pairs is None and itself != (ref_labels is None):
         raise ShapeError("ref_emb and ref_labels belong together: give both or neither.")
-    given: dict[str, Any] = {"temperature": temperature, "ref_emb": ref_emb, "ref_labels": ref_labels}
-    if kind == "SupConLoss":
-        return supcon_loss(embeddings, labels, **given, return_stats=return_stats)
-    loss = _nt_xent(embeddings, labels, ref_emb, ref_labels, 1.0 / temperature)
-    if not return_stats:
-        return loss
-    return loss, supcon_loss(embeddings, labels, **given, return_stats=True)[1]  # type: ignore[return-value]
+    score, scale, once = _score_of(distance), 1.0 / temperature, kind == "SupConLoss"
+    unit = functools.partial(normalize, dim=-1) if distance is None else distance.maybe_normalize
+    x = unit(embeddings)
+    keys = x if itself else unit(keys)
+    if pairs is not None:
+        losses, indices, stats = _mined(x, keys, pairs, scale, once, score, return_stats)
+    else:
+        assert labels is not None
+        labels = labels.to(x.device)
+        key_labels = labels if ref_labels is None else ref_labels.to(x.device)
+        losses, indices, stats = _labelled(x, keys, labels, key_labels, scale, once, score, itself, return_stats)
+    loss = _reduced(losses, indices, once, reducer, embeddings, labels)
+    return (loss, stats) if return_stats else loss
 
 
-def _nt_xent(
-    embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None, ref_labels: Tensor | None, scale: float
-) -> Tensor:
-    x = normalize(embeddings, dim=-1)
-    keys = x if ref_emb is None else normalize(ref_emb, dim=-1)
-    key_labels = labels if ref_labels is None else ref_labels
+def _reduced(losses: Tensor, indices: Any, once: bool, reducer: Any, embeddings: Tensor, labels: Tensor | None) -> Any:
+    """The mean over all pairs, over the anchors whose loss is not 0, or what the package's reducer makes of them."""
+    found: dict[str, Any] = {"losses": losses, "indices": indices, "reduction_type": "element" if once else "pos_pair"}
+    if not len(losses):
+        found = {"losses": 0, "indices": None, "reduction_type": "already_reduced"}
+    if reducer is not None:
+        out = reducer({"loss": found}, embeddings, labels)
+        return out.to(embeddings.dtype) if isinstance(out, Tensor) else out
+    if not len(losses):
+        return (0.0 * embeddings).sum()
+    return (losses.sum() / (losses > 0).sum().clamp(min=1) if once else losses.mean()).to(embeddings.dtype)
+
+
+def _labelled(
+    x: Tensor,
+    keys: Tensor,
+    labels: Tensor,
+    key_labels: Tensor,
+    scale: float,
+    once: bool,
+    score: Score | None,
+    itself: bool,
+    return_stats: bool,
+) -> tuple[Tensor, Any, LabelStats | None]:
+    """The losses of anchors, or of all pairs of a label; negatives stream."""
+    stats = None
+    if once or return_stats:
+        given = x, labels, keys, key_labels, scale, ALONE.check_same("pair_loss", (len(x), len(keys)), {})
+        rows, count, stats = label_rows(*given, itself=itself, stats=return_stats, score=score)
+        if once:
+            own = count.long().sum()
+            compared = _compared(own, len(x) * (len(keys) - itself) - own)
+            return torch.where(compared, rows, 0.0), torch.arange(len(x), device=x.device), stats
     order, others = sort_by_label(labels, key_labels)
-    keys = keys[order]
+    sorted_keys = keys[order]
     count = others.last - others.first
-    negatives = Gibbs(x, keys, scale=scale, support=others).reduce(statistics=False).state
+    far = Gibbs(x, sorted_keys, scale=scale, support=others, score=score).reduce(statistics=False).state
     # anchor a has the keys first_a, ..., last_a - 1 of its own label
     anchor = torch.repeat_interleave(torch.arange(len(x), device=x.device), count)
-    key = others.first[anchor] + _place(count)
-    if ref_emb is None:
-        apart = order[key] != anchor
-        anchor, key = anchor[apart], key[apart]
-    if not len(anchor) or bool((count == len(keys)).all()):
-        return 0.0 * x.sum()
-    score = scale * (x[anchor] * keys[key]).sum(-1)
-    return -logsigmoid(score - negatives.log_partition()[anchor]).mean()
+    key = order[others.first[anchor] + _place(count)]
+    if itself:
+        anchor, key = (t[key != anchor] for t in (anchor, key))
+    each = -logsigmoid(scale * _scores(x, keys, anchor, key, score) - far.log_partition()[anchor])
+    found = torch.tensor(len(anchor), device=x.device)
+    each = torch.where(_compared(found, (len(keys) - count).sum()), each, 0.0)
+    return each, (anchor, key), stats
+
+
+def _compared(positive: Tensor, negative: Tensor) -> Tensor:
+    """Whether there are positive pairs, negative pairs, and two of one kind: with less the loss is 0, as there."""
+    return (positive > 0) & (negative > 0) & ((positive > 1) | (negative > 1))
 
 
 def _place(count: Tensor) -> Tensor:
@@ -165,26 +246,36 @@ def _pairs(given: Sequence[Tensor], n: int, m: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _mined(
-    x: Tensor, keys: Tensor, pairs: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, once: bool, return_stats: bool
-) -> Tensor | tuple[Tensor, Stats]:
-    """The loss of listed pairs: one score each, and one row of scores per anchor, as long as its longest list."""
+    x: Tensor,
+    keys: Tensor,
+    pairs: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    once: bool,
+    score: Score | None,
+    return_stats: bool,
+) -> tuple[Tensor, Any, LabelStats | None]:
+    """The losses of listed pairs: one score each, and one row of scores per anchor, as long as its longest list."""
     a, p, b, m = pairs
+    nothing = not len(a) or not len(b) or max(len(a), len(b)) == 1
     if once:
         (a, p), (b, m) = _each_once(a, p, len(keys)), _each_once(b, m, len(keys))
-    positive, negative = (scale * _scores(x, keys, i, j) for i, j in ((a, p), (b, m)))
+    positive, negative = (scale * _scores(x, keys, i, j, score) for i, j in ((a, p), (b, m)))
     near, far = _state(positive, a, len(x)), _state(negative, b, len(x))
-    nothing = not len(a) or not len(b)
+    indices: Any
     if once:
         whole = near.merge(far)
         mean = torch.zeros_like(near.mass).index_add(0, a, positive) / near.count.clamp(min=1)
-        rows = torch.where(near.empty(), 0.0, torch.where(near.empty(), mean, whole.log_partition()) - mean)
-        loss = rows.sum() / (rows > 0).sum().clamp(min=1)  # those whose loss is 0 are not counted, as there
+        losses = torch.where(near.empty(), 0.0, torch.where(near.empty(), mean, whole.log_partition()) - mean)
+        rows, indices = losses, torch.arange(len(x), device=x.device)
     else:
-        each = -logsigmoid(positive - far.log_partition()[a])
-        loss = each.mean() if len(each) else each.sum()
-        rows = torch.zeros_like(near.mass).index_add(0, a, each.detach()) / near.count.clamp(min=1)
-    loss = (0.0 * x.sum() if nothing else loss).to(x.dtype)
-    return (loss, _read(near, far, rows, x, scale)) if return_stats else loss
+        losses, indices = -logsigmoid(positive - far.log_partition()[a]), (a, p)
+        rows = torch.zeros_like(near.mass).index_add(0, a, losses.detach()) / near.count.clamp(min=1)
+    stats = None
+    if return_stats:
+        with torch.no_grad():
+            right = ~near.empty() & (near.peak >= far.peak)
+            stats = label_stats(near.merge(far), far, right, rows.detach(), near.count, x, scale)
+    return (losses[:0] if nothing else losses), indices, stats
 
 
 def _each_once(one: Tensor, other: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -192,12 +283,15 @@ def _each_once(one: Tensor, other: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return code // width, code % width
 
 
-def _scores(x: Tensor, keys: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """<x_i, key_j> of listed pairs; the vectors of a few are gathered at a time."""
+def _scores(x: Tensor, keys: Tensor, one: Tensor, other: Tensor, score: Score | None) -> Tensor:
+    """score(x_i, key_j) of listed pairs; the vectors of a few are gathered at a time."""
     dtype = torch.promote_types(x.dtype, torch.float32)
 
     def few(i: Tensor, j: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        return (left[i] * right[j]).sum(-1)
+        if score is None:
+            return (left[i] * right[j]).sum(-1)
+        with no_autocast(left):
+            return score(left[i, None], right[j, None])[:, 0, 0]
 
     return in_row_blocks(few, [one, other], [x.to(dtype), keys.to(dtype)], x.shape[-1])
 
@@ -208,12 +302,3 @@ def _state(score: Tensor, anchor: Tensor, n: int) -> State:
     count = torch.bincount(anchor, minlength=n)
     table = score.new_full((n, max(1, int(count.max()) if n else 1)), -torch.inf)
     return State.of(table.index_put((anchor, _place(count)), score[order]))
-
-
-@torch.no_grad()
-def _read(near: State, far: State, rows: Tensor, x: Tensor, scale: float) -> LabelStats:
-    whole = near.merge(far)
-    right = ~near.empty() & (near.peak >= far.peak)
-    norm = torch.linalg.vector_norm(x.to(rows.dtype), dim=-1)
-    push = far.count, width_of(far), per_row(scale, rows), norm
-    return LabelStats(*whole.stats(), right, whole.confidence(), rows.detach(), near.count, *push)  # type: ignore[call-arg, unused-ignore]

@@ -43,7 +43,7 @@ class ClipLoss(nn.Module):
         super().__init__()
         if world_size > 1 and not gather_with_grad:
             raise ValueRangeError(
-                "over several ranks this loss has gradients through the rows of all of them: say gather_with_grad=True."
+                "over several ranks this loss has gradients through the rows of all: pass gather_with_grad=True."
             )
         if use_horovod:
             raise ValueRangeError("this loss runs over torch.distributed; there is no form of it for horovod.")
@@ -69,7 +69,7 @@ class SigLipLoss(nn.Module):
     """Drop-in for ``open_clip.loss.SigLipLoss``: same value, same gradient, a few rows of the matrix at a time.
 
     Over several ranks each gives the loss of its own images among the texts of all, as there; how the texts travel
-    (`dist_impl`) is this library's affair: in blocks, round a ring, whatever is asked for.
+    (`dist_impl`) is this library's own: in blocks, round a ring, whatever was requested.
     """
 
     def __init__(

@@ -13,12 +13,13 @@ from torch.nn.functional import logsigmoid, normalize
 
 from partita import support
 from partita._checks import check_positive
-from partita._overrides import overridable
+from partita._torch_function import overridable
 from partita.contrastive import ContrastStats, joint_loss
-from partita.contrastive.candidates import Bank, positive_score
-from partita.contrastive.readout import above, readout, similarity_moments
+from partita.contrastive.candidates import Bank, PartialScore, merged, positive_score
+from partita.contrastive.readout import readout
 from partita.engine import State, Stats
 from partita.errors import ShapeError, ValueRangeError
+from partita.score import Score
 
 __all__ = ["CachedMultipleNegativesRankingLoss", "MultipleNegativesRankingLoss", "ranking_loss"]
 
@@ -34,8 +35,9 @@ class MultipleNegativesRankingLoss(nn.Module):
     forward takes ``(sentence_features, labels)``: columns anchor, positive, negative_1, ...; `model(features)` must
     give a dictionary with "sentence_embedding". The last batch's statistics are kept in `last_stats` (`partita.Stats`).
 
-    similarity_fct: `util.cos_sim` or `util.dot_score` of that package, or "cos" or "dot"; any other makes a matrix of
-        its own and is refused.
+    similarity_fct: `util.cos_sim` or `util.dot_score` of that package ("cos", "dot"), which every backend serves; or a
+        function (n, dim), (m, dim) -> (n, m) of pairs, called with a tile of each at a time. The parameters of a module
+        get their gradients.
     gather_across_devices: candidates of all ranks; each rank gives the loss of its own anchors, as there.
     directions, partition_mode: as there; "joint" is one partition function over all of them, merged from states.
     hardness_mode, hardness_strength: as there; a weight exp(strength * similarity), without gradient, on the negatives
@@ -85,7 +87,8 @@ class MultipleNegativesRankingLoss(nn.Module):
         """The loss of columns that are embedded already."""
         if len(embeddings) < 2:
             raise ShapeError(f"the loss needs an anchor and a positive column; got {len(embeddings)} column(s).")
-        unit = [normalize(x, dim=-1) for x in embeddings] if self.similarity == "cos" else embeddings
+        similarity = self.similarity
+        unit = [normalize(x, dim=-1) for x in embeddings] if similarity == "cos" else embeddings
 
         def remember(stats: Stats) -> None:
             self.last_stats = type(stats)(*(x.detach() for x in stats))
@@ -94,6 +97,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         loss = ranking_loss(
             unit[0], unit[1:], self.scale, self.directions, joint=self.partition_mode == "joint", remember=remember,
             others=others, hardness=(self.hardness_mode, self.hardness_strength),
+            score=None if isinstance(similarity, str) else similarity,
         )  # fmt: skip
         assert isinstance(loss, Tensor)
         return loss.to(embeddings[0].dtype)
@@ -101,7 +105,7 @@ class MultipleNegativesRankingLoss(nn.Module):
     def get_config_dict(self) -> dict[str, Any]:
         return {
             "scale": self.scale,
-            "similarity_fct": {"cos": "cos_sim", "dot": "dot_score"}[self.similarity],
+            "similarity_fct": _name(self.similarity),
             "gather_across_devices": self.gather_across_devices,
             "directions": self.directions,
             "partition_mode": self.partition_mode,
@@ -110,8 +114,8 @@ class MultipleNegativesRankingLoss(nn.Module):
         }
 
     @property
-    def similarity(self) -> str:
-        """ "cos" or "dot"."""
+    def similarity(self) -> str | Score:
+        """ "cos" or "dot", or the function itself."""
         return _similarity(self.similarity_fct)
 
     @property
@@ -131,7 +135,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _cached() -> type[nn.Module]:
-    """Made when first asked for: how batches are cut, embedded and embedded again is the library's own, and it alone
+    """Made at first use: how batches are cut, embedded and embedded again is the library's own, and it alone
     knows its models; the loss in between is ours."""
     from sentence_transformers.sentence_transformer import losses
 
@@ -168,19 +172,29 @@ def _cached() -> type[nn.Module]:
     return made
 
 
-def _similarity(given: object) -> str:
+def _similarity(given: object) -> str | Score:
     known = {"cos": "cos", "dot": "dot", "cos_sim": "cos", "dot_score": "dot"}
     name = given if isinstance(given, str) else getattr(given, "__name__", "")
-    if name not in known:
+    if name in known:
+        return known[name]
+    if isinstance(given, str) or not callable(given):
         raise ValueRangeError(
-            f"similarity must be 'cos' or 'dot' (cos_sim or dot_score of sentence_transformers.util): other functions "
-            f"make a matrix that this loss does without; got {given!r}."
+            f"similarity must be 'cos' or 'dot' (cos_sim or dot_score of sentence_transformers.util), or a function "
+            f"(n, dim), (m, dim) -> (n, m); got {given!r}."
         )
-    return known[name]
+    return given
+
+
+def _name(similarity: str | Score) -> str:
+    if isinstance(similarity, str):
+        return {"cos": "cos_sim", "dot": "dot_score"}[similarity]
+    from sentence_transformers.util import similarity_fct_name
+
+    return str(similarity_fct_name(similarity))
 
 
 def _others(own: Tensor) -> Tensor:  # (rows of the other ranks, dim)
-    """The same column on the other ranks, with gradients that find their way back."""
+    """The same column on the other ranks, with gradients."""
     from sentence_transformers.util.distributed import all_gather_with_grad
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -201,6 +215,7 @@ def ranking_loss(
     remember: Callable[[Stats], None] | None = None,
     others: Sequence[Tensor] | None = None,  # (m, dim) each: queries and columns of other ranks
     hardness: tuple[str | None, float] = (None, 0.0),
+    score: Score | None = None,  # instead of the inner product
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Stats]:
     """What the module above computes, of vectors as they are.
@@ -209,62 +224,82 @@ def ranking_loss(
     return_stats: also a `ContrastStats` of the queries among all documents, which takes passes of its own.
     """
     away = [x[:0] for x in (query, *docs)] if others is None else list(others)
-    states = _states(query, list(docs), away, scale, directions, hardness)
-    score = positive_score(query, docs[0], scale)
+    states = _states(query, list(docs), away, scale, directions, hardness, score)
+    positive = positive_score(query, docs[0], scale, score)
     if remember is not None:
         remember(states[0].stats())
-    each = [joint_loss(score, *states)] if joint else [joint_loss(score, state) for state in states]
+    each = [joint_loss(positive, *states)] if joint else [joint_loss(positive, state) for state in states]
     loss = torch.stack(each).mean()
-    return (loss, _read(states[0], query, docs, away, score, scale)) if return_stats else loss
+    return (loss, _read(states[0], query, docs, away, positive, scale, score)) if return_stats else loss
 
 
 def _states(
-    query: Tensor, docs: list[Tensor], away: list[Tensor], scale: float, directions: Sequence[str], hardness: Any
+    query: Tensor,
+    docs: list[Tensor],
+    away: list[Tensor],
+    scale: float,
+    directions: Sequence[str],
+    hardness: Any,
+    score: Score | None,
 ) -> list[State]:
     positive = docs[0]
-    everybody = [
-        torch.cat([mine, theirs]) for mine, theirs in zip((query, *docs), away, strict=True)
-    ]  # one's own first
+    pairs = zip((query, *docs), away, strict=True)
+    everything = [torch.cat([mine, theirs]) for mine, theirs in pairs]  # those of this rank first
     mode, strength = hardness
+    back = None if score is None else PartialScore(score, turned=True)  # queries stay the first argument
     if mode is None or strength == 0.0:
-        found = {"query_to_doc": Bank(torch.cat(everybody[1:])).state(query, scale)}
+        found = {"query_to_doc": Bank(torch.cat(everything[1:]), score=score).state(query, scale)}
     else:
-        found = {"query_to_doc": _tilted(query, docs, everybody[1:], scale, mode, strength)}
+        found = {"query_to_doc": _hardness_weighted(query, docs, everything[1:], scale, mode, strength, score)}
     if "query_to_query" in directions:
-        found["query_to_query"] = Bank(everybody[0], support.not_self()).state(query, scale)
+        found["query_to_query"] = Bank(everything[0], support.not_self(), score=score).state(query, scale)
     if "doc_to_query" in directions:
-        found["doc_to_query"] = Bank(everybody[0]).state(positive, scale)
+        found["doc_to_query"] = Bank(everything[0], score=back).state(positive, scale)
     if "doc_to_doc" in directions:
-        # documents of one's own query are no negatives: one hole in each column
-        found["doc_to_doc"] = _merged([Bank(x, support.not_self()).state(positive, scale) for x in everybody[1:]])
+        # documents of the row's own query are no negatives: one left out of each column
+        banks = [Bank(x, support.not_self(), score=back) for x in everything[1:]]
+        found["doc_to_doc"] = merged([bank.state(positive, scale) for bank in banks])
     return [found["query_to_doc"], *(found[name] for name in directions if name != "query_to_doc")]
 
 
-def _tilted(
-    query: Tensor, own: list[Tensor], everybody: list[Tensor], scale: float, mode: str, strength: float
+def _hardness_weighted(
+    query: Tensor,
+    own: list[Tensor],
+    everything: list[Tensor],
+    scale: float,
+    mode: str,
+    strength: float,
+    score: Score | None,
 ) -> State:
-    """One's own positive as it is; one's own hard negatives and everybody else's documents with or without a weight."""
+    """The row's positive as it is; its hard negatives and all other documents with or without a weight."""
+
+    def state(key: Tensor, seen: support.Support | None, weight: float) -> State:
+        if score is None:
+            return Bank(key, seen, weight).state(query, scale)
+        whole = scale + weight
+        return Bank(key, seen, score=PartialScore(score, share=scale / whole)).state(query, whole)
+
     of_others, hard = (strength if mode in (name, "all_negatives") else 0.0 for name in _HARDNESS[:2])
-    banks = [Bank(own[0][:, None]), *(Bank(x, support.not_self(), of_others) for x in everybody)]
+    states = [state(own[0][:, None], None, 0.0), *(state(x, support.not_self(), of_others) for x in everything)]
     if len(own) > 1:
-        banks.append(Bank(torch.stack(own[1:], 1), None, hard))
-    return _merged([bank.state(query, scale) for bank in banks])
-
-
-def _merged(states: list[State]) -> State:
-    return functools.reduce(lambda a, b: a.merge(b), states)
+        states.append(state(torch.stack(own[1:], 1), None, hard))
+    return merged(states)
 
 
 @torch.no_grad()
 def _read(
-    whole: State, query: Tensor, docs: Sequence[Tensor], away: Sequence[Tensor], score: Tensor, scale: float
+    whole: State,
+    query: Tensor,
+    docs: Sequence[Tensor],
+    away: Sequence[Tensor],
+    own: Tensor,
+    scale: float,
+    score: Score | None,
 ) -> ContrastStats:
     """The queries among all documents: those of others, and every column of negatives."""
     columns = [torch.cat([mine, theirs]) for mine, theirs in zip(docs, away[1:], strict=True)]
-    banks = [Bank(columns[0], support.not_self()), *(Bank(column) for column in columns[1:])]
-    negatives = _merged([bank.state(query, scale) for bank in banks])
-    positive = positive_score(query, docs[0], 1.0)
-    rank = torch.stack([above(bank, query, positive) for bank in banks]).sum(0)
-    moments = similarity_moments(banks, query, positive, [positive])
-    nll = -logsigmoid(score - negatives.log_partition())
-    return readout(whole, negatives, rank, nll, positive, moments, scale, (query, docs[0]))
+    banks = [Bank(columns[0], support.not_self(), score=score), *(Bank(column, score=score) for column in columns[1:])]
+    negatives = merged([bank.state(query, scale) for bank in banks])
+    positive = positive_score(query, docs[0], 1.0, score)
+    nll = -logsigmoid(own - negatives.log_partition())
+    return readout(whole, negatives, banks, None, nll, scale, query, docs[0], [positive], score)

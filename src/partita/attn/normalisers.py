@@ -1,11 +1,4 @@
-"""Weights that are no softmax, to compare with it: same call, same supports, policies and scores.
-
-sigmoid   w_ij = sigmoid(score_ij - log n_i)          rows need not add up to 1; each key is judged on its own
-L1        w_ij = |score_ij| / sum_j |score_ij|        blind to a common factor and to signs
-linear    w_ij = <phi(q_i), phi(k_j)> / sum_j ...     a state of dim * dim_value numbers, whatever the length
-
-A learned sink (`attention(..., sink=)`) is the fourth: a softmax whose rows may add up to less than 1.
-"""
+"""Weights other than softmax, for comparison: sigmoid, L1, linear; same call, same supports, policies and scores."""
 
 from __future__ import annotations
 
@@ -18,19 +11,20 @@ from torch.nn import functional as F
 
 from partita._checks import (
     broadcast,
+    broadcast_batch,
     check_bool,
     check_float,
     check_heads,
+    check_kind,
     check_pair,
     check_value,
     check_whole,
     finite,
 )
-from partita.attn.problem import Problem
-from partita.attn.rows import blocks, by_rows
-from partita.attn.sink import sink_per_row
-from partita.errors import ShapeError, ValueRangeError
+from partita.attn.problem import Problem, sink_per_row
+from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.precision import accumulation_dtype, output_dtype
+from partita.recompute import by_rows, row_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,7 +38,7 @@ Weigh = Callable[[Tensor, Tensor, slice], Tensor]
 
 
 class WeightStats(NamedTuple):
-    """What the weights of each row are like, however they were made."""
+    """Statistics of the weights of each row."""
 
     total: Tensor  # (..., n_query): sum_j w_ij; 1 for a softmax
     entropy: Tensor  # of w / total, in nats; 0 where the total is 0
@@ -61,7 +55,7 @@ def sigmoid_attention(
     return_stats: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, WeightStats]:
-    """Attention in which each key is weighed on its own: a sigmoid in the place of the softmax.
+    """Attention in which each key is weighed on its own: a sigmoid instead of the softmax.
 
         out_i = sum_j sigmoid(score_ij + offset_i) value_j            offset_i = -log(visible_i) unless given
 
@@ -73,7 +67,7 @@ def sigmoid_attention(
     offset: a number, one per head (heads,), or broadcastable to the rows (..., n_query); it may be learned.
     """
     problem = Problem.of(query, key, **options).resolved()
-    check_value(value, key)
+    problem.check(value)
     given = None if offset is None else _offset(offset, problem, value)
 
     def weigh(scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
@@ -98,12 +92,12 @@ def _offset(offset: float | Tensor, problem: Problem, value: Tensor) -> Tensor: 
 def l1_attention(
     query: Tensor, key: Tensor, value: Tensor, *, return_stats: bool = False, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, WeightStats]:
-    """Weights proportional to the size of the score instead of its exponential, for comparison.
+    """Weights proportional to the absolute score instead of its exponential, for comparison.
 
         out_i = sum_j |score_ij| value_j / sum_j |score_ij|          0 where every score is 0
 
-    It is blind to a common factor of the scores, so no scale sharpens it, and to their sign. `total` of its statistics
-    is sum_j |score_ij|, before the division.
+    A common factor of the scores, so any scale, and their sign change nothing. `total` of its statistics is
+    sum_j |score_ij|, before the division.
 
     >>> l1_attention(torch.ones(1, 1), torch.tensor([[1.0], [-3.0]]), torch.tensor([[4.0], [8.0]]))
     tensor([[7.]])
@@ -113,17 +107,17 @@ def l1_attention(
         return torch.where(scores.isneginf(), 0.0, scores.abs())
 
     problem = Problem.of(query, key, **options).resolved()
-    check_value(value, key)
+    problem.check(value)
     out, stats = _weighed(problem, value, weigh, normalise=True)
     return (out, stats) if return_stats else out
 
 
 def _weighed(problem: Problem, value: Tensor, weigh: Weigh, *, normalise: bool) -> tuple[Tensor, WeightStats]:
-    """sum_j w_ij value_j a block of rows at a time, made again in the backward pass."""
+    """sum_j w_ij value_j a block of rows at a time, recomputed in the backward pass."""
     values = problem.spread(value)
 
     def run(rows: slice) -> tuple[Tensor, ...]:
-        scores = problem.hidden(problem.plus_bias(problem.content(rows), rows), rows, slice(0, problem.n_key))
+        scores = problem.scores(rows)
         visible = (~scores.isneginf()).sum(-1)
         weight = weigh(scores, visible[..., None], rows)
         share, stats = _statistics(weight, visible)
@@ -135,7 +129,7 @@ def _weighed(problem: Problem, value: Tensor, weigh: Weigh, *, normalise: bool) 
 
 
 def _statistics(weight: Tensor, visible: Tensor) -> tuple[Tensor, WeightStats]:
-    """The weights of each row divided by their sum, and what they are like."""
+    """The weights of each row divided by their sum, and their statistics."""
     total = weight.sum(-1)
     share = weight / torch.where(total == 0, torch.ones_like(total), total)[..., None]
     size = torch.where(share == 0, torch.ones_like(share), share).log()
@@ -148,7 +142,7 @@ def _largest(share: Tensor) -> Tensor:
 
 
 class LinearState(NamedTuple):
-    """All that linear attention keeps of the keys it has seen; states of other keys add up."""
+    """The sums over keys that linear attention keeps; states of disjoint keys add up."""
 
     moment: Tensor  # (..., features, dim_value): sum_j phi(k_j) value_j
     mass: Tensor  # (..., features): sum_j phi(k_j)
@@ -176,8 +170,8 @@ def linear_attention(
 
         out_i = sum_j <phi(q_i), phi(k_j)> value_j / sum_j <phi(q_i), phi(k_j)>          phi(x) = elu(x) + 1
 
-    Causal: j up to i, as many queries as keys; chunks of keys are added up one after another, and only within a chunk
-    are pairs written out. A row whose weights add up to 0 gives 0.
+    Causal: j up to i, the same number of queries and keys; pairs are written out within a chunk only. A row whose
+    weights add up to 0 gives 0.
 
     >>> x = torch.ones(3, 1)
     >>> linear_attention(x, x, torch.tensor([[1.0], [2.0], [6.0]]), is_causal=True)  # equal weights: running means
@@ -185,10 +179,10 @@ def linear_attention(
             [1.5000],
             [3.0000]])
 
-    feature_map: vectors to vectors without negative numbers; any module will do.
-    state: of the keys that came before, as `return_state` gave it: a decoder goes on from there.
-    return_stats: also `WeightStats` of weights that are written out a block of rows at a time for it, so in quadratic
-        time; before the state, where both are asked for.
+    feature_map: a function or module from vectors to vectors without negative numbers.
+    state: of the keys that came before, as `return_state` gave it.
+    return_stats: also `WeightStats`, in quadratic time, since the weights are written out a block of rows at a time;
+        before the state, where both are requested.
     """
     _check_others(others)
     check_pair(query, key)
@@ -197,6 +191,11 @@ def linear_attention(
     if return_stats and state is not None:
         raise ValueRangeError("return_stats needs all keys, and a state has only their sums; leave out one of them.")
     check_whole("chunk", chunk, least=1)
+    broadcast_batch((("query", query.shape[:-2]), ("key", key.shape[:-2]), ("value", value.shape[:-2])))
+    if not callable(feature_map) or isinstance(feature_map, type):
+        raise DtypeError(f"feature_map must be a function of vectors; got {type(feature_map).__name__}.")
+    if state is not None:
+        check_kind("state", state, LinearState, "Pass on what return_state=True gave.")
     dtype = accumulation_dtype(query.dtype)
     q, k, v = feature_map(query).to(dtype), feature_map(key).to(dtype), value.to(dtype)
     if key_mask is not None:
@@ -212,7 +211,8 @@ def linear_attention(
     if is_causal:
         if query.shape[-2] != key.shape[-2]:
             raise ShapeError(
-                f"causal linear attention needs as many queries as keys; got {query.shape[-2]} and {key.shape[-2]}."
+                f"causal linear attention needs the same number of queries and keys; got {query.shape[-2]} and "
+                f"{key.shape[-2]}."
             )
         sums = _causal(q, k, v, chunk, before)
     else:
@@ -262,7 +262,7 @@ def _written_out(q: Tensor, k: Tensor, key_mask: Tensor | None, is_causal: bool)
         return _statistics(torch.where(seen, weight, torch.zeros_like(weight)), seen.sum(-1))[1]
 
     batch = broadcast(q.shape[:-2], k.shape[:-2])
-    return WeightStats(*by_rows(run, blocks(n_query, n_key, batch), (0, 0, 0, 0)))
+    return WeightStats(*by_rows(run, row_blocks(n_query, n_key, batch), (0, 0, 0, 0)))
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, chunk: int, before: Tensor | None) -> Tensor:

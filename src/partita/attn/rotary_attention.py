@@ -1,30 +1,29 @@
-"""Attention between turned queries and keys, with distances that may stop growing.
+"""Attention between rotated queries and keys, with distances that may stop growing.
 
-    score_ij = scale <turn(query_i, clamp(i - j, -reach, reach)), key_j>
+    score_ij = scale <rotate(query_i, clamp(i - j, -reach, reach)), key_j>
 
-Keys within reach see ordinary rotary scores. All keys further back see the query at one fixed distance and are not
-turned themselves, so they are one pass more; keys further ahead are another. The passes merge exactly (M-GIB-9).
+Keys within reach have ordinary rotary scores. Keys further back are all at one distance, so they are one more pass with
+the query rotated and the keys as they are; keys further ahead are another. The passes merge exactly (M-GIB-9).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from partita import support as supports
-from partita.attn.positions import turned
+from partita._checks import check_pair, check_whole
+from partita.attn.positions import Positions, RopeFrequencies, Rotary
 from partita.attn.problem import Problem, both
-from partita.attn.reach import Positions, Rotary
 from partita.attn.sdpa import attention, finish
 from partita.engine import State, Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
-from partita.precision import finest
 from partita.scale import TargetEntropy
 from partita.support import Support
 
@@ -33,36 +32,12 @@ if TYPE_CHECKING:
 
     from partita.attn.problem import Options
 
-__all__ = ["Turning", "rotary_attention", "rotary_weights", "turned_attention"]
-
-
-@dataclass(frozen=True, eq=False)
-class Turning:
-    """How queries and keys turn: what a position setting says for one number of features."""
-
-    w: Tensor  # (pairs,)
-    amplitude: float = 1.0
-    reach: int | None = None
-    neighbours: bool = False
-
-    @staticmethod
-    def of(positions: Positions, dim: int, device: torch.device) -> Turning:
-        return Turning(positions.frequencies(dim, device), positions.amplitude, positions.furthest)
-
-    def to(self, device: torch.device) -> Turning:
-        return self if self.w.device == device else replace(self, w=self.w.to(device, finest(device)))
-
-    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        out = turned(x, positions, self.w, neighbours=self.neighbours)
-        return out if self.amplitude == 1.0 else out * self.amplitude
-
-    def by(self, x: Tensor, distance: int) -> Tensor:
-        return self(x, torch.full((1,), distance, dtype=torch.int64, device=x.device))
+__all__ = ["rope_attention", "rotary_attention", "rotary_weights"]
 
 
 def rotary_attention(
-    query: Tensor,  # (..., heads, n_query, dim), not yet turned
-    key: Tensor,  # (..., heads, n_key, dim), not yet turned
+    query: Tensor,  # (..., heads, n_query, dim), not yet rotated
+    key: Tensor,  # (..., heads, n_key, dim), not yet rotated
     value: Tensor,
     positions: Positions | None = None,
     *,
@@ -71,12 +46,12 @@ def rotary_attention(
     return_stats: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Stats]:
-    """Attention whose queries and keys are turned by their positions; takes the options of `attention`.
+    """Attention whose queries and keys are rotated by their positions; takes the options of `attention`.
 
-        score_ij = scale <turn(query_i, i), turn(key_j, j)>          distances clipped where the setting says so
+        score_ij = scale <rotate(query_i, i), rotate(key_j, j)>          distances clipped if the setting clips
 
     positions: a setting such as `attn.YaRN(4.0, 512)` or `attn.Clipped(511)`; None is `attn.Rotary()`.
-    where: the place of the first query among the keys (with a cache: how many keys came before), or of every query,
+    where: the position of the first query among the keys (with a cache: how many keys came before), or of every query,
         broadcastable to the rows (..., n_query).
 
     >>> x = torch.eye(2)[None]
@@ -87,41 +62,41 @@ def rotary_attention(
     given = Rotary() if positions is None else positions
     if not isinstance(given, Positions):
         raise DtypeError(f"positions must be a setting of partita.attn such as Rotary(); got {given!r}.")
-    turning = Turning.of(given, query.shape[-1], query.device)
-    return turned_attention(query, key, value, turning, where=where, sink=sink, return_stats=return_stats, **options)
+    check_pair(query, key)
+    rope = given.rope(query.shape[-1], query.device)
+    return rope_attention(query, key, value, rope, where=where, sink=sink, return_stats=return_stats, **options)
 
 
-def turned_attention(
+def rope_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    turning: Turning,
+    rope: RopeFrequencies,
     *,
     where: int | Tensor = 0,
     sink: Tensor | None = None,
     return_stats: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Stats]:
-    """The same, for a model whose frequencies are its own."""
-    if turning.reach is None:
+    """`rotary_attention` for given frequencies."""
+    if rope.reach is None:
         n_query, n_key = query.shape[-2], key.shape[-2]
         own, keys = _places(where, n_query, query.device), torch.arange(n_key, device=key.device)
-        q, k = turning(query, own), turning(key, keys)
+        q, k = rope(query, own), rope(key, keys)
         out: Tensor | tuple[Tensor, Stats] = attention(q, k, value, sink=sink, return_stats=return_stats, **options)
         return out
     problem = _problem(query, key, options)
-    states = [
-        part.state(value[..., keys, :], statistics=return_stats) for part, keys in _parts(problem, turning, where)
-    ]
+    problem.check(value)
+    states = [part.state(value[..., keys, :], statistics=return_stats) for part, keys in _parts(problem, rope, where)]
     return finish(functools.reduce(State.merge, states), value, sink, return_stats)
 
 
 def rotary_weights(
     query: Tensor, key: Tensor, positions: Positions, **options: Unpack[Options]
 ) -> Tensor:  # (..., n_query, n_key)
-    """The weights of `rotary_attention` under clipped distances: dense, for small problems and for looking at."""
-    turning = Turning.of(positions, query.shape[-1], query.device)
-    parts = [part for part, _ in _parts(_problem(query, key, options), turning, 0, whole=True)]
+    """The weights of `rotary_attention` under clipped distances: dense, for small problems."""
+    rope = positions.rope(query.shape[-1], query.device)
+    parts = [part for part, _ in _parts(_problem(query, key, options), rope, 0, whole=True)]
     total = functools.reduce(State.merge, (part.state() for part in parts)).log_partition()
     level = torch.where(total.isneginf(), torch.zeros_like(total), total)
     shares = ((part.log_partition() - level).exp()[..., None] for part in parts)
@@ -140,6 +115,7 @@ def _problem(query: Tensor, key: Tensor, options: Options) -> Problem:
 
 def _places(where: int | Tensor, n_query: int, device: torch.device) -> Tensor:  # (..., n_query)
     if not isinstance(where, Tensor):
+        check_whole("where", where)
         return torch.arange(n_query, device=device) + where
     if where.dim() < 1 or where.shape[-1] not in (1, n_query) or where.is_floating_point():
         raise ShapeError(
@@ -150,31 +126,31 @@ def _places(where: int | Tensor, n_query: int, device: torch.device) -> Tensor: 
 
 
 def _parts(
-    problem: Problem, turning: Turning, where: int | Tensor, *, whole: bool = False
+    problem: Problem, rope: RopeFrequencies, where: int | Tensor, *, whole: bool = False
 ) -> Iterator[tuple[Gibbs, slice]]:
     """Keys within reach, further back, and further ahead, each with the slice of keys it was cut to.
 
     whole: every part over all keys.
     """
-    reach, query, n_query, n_key = turning.reach, problem.query, problem.n_query, problem.n_key
+    reach, query, n_query, n_key = rope.reach, problem.query, problem.n_query, problem.n_key
     assert reach is not None
     own = _places(where, n_query, query.device)
     near, back, ahead = _bands(own, where, reach, n_key)
-    first, last = 0, n_key  # keys that lie within reach of some query
+    first, last = 0, n_key  # keys within reach of some query
     behind, beyond = n_key, 0  # keys behind some query's reach end here, those beyond it begin here
     if not isinstance(where, Tensor) and not torch.compiler.is_compiling() and not whole:
         first, last = min(max(where - reach, 0), n_key), min(where + n_query + reach, n_key)
         behind, beyond = min(max(where + n_query - 1 - reach, 0), n_key), min(where + reach + 1, n_key)
     # a part of no keys adds nothing; the nearest one is always there, so that there is a state
     cut = slice(first, max(last, first))
-    k = turning(problem.key[..., cut, :], torch.arange(cut.start, cut.stop, device=query.device))
-    yield replace(problem, support=both(problem.support, near)).keys(cut, turning(query, own), k), cut
-    loud = turning.amplitude
+    k = rope(problem.key[..., cut, :], torch.arange(cut.start, cut.stop, device=query.device))
+    yield replace(problem, support=both(problem.support, near)).keys(cut, rope(query, own), k), cut
+    loud = rope.amplitude
     for side, cut, distance in ((back, slice(0, behind), reach), (ahead, slice(beyond, n_key), -reach)):
         if whole or torch.compiler.is_compiling() or cut.stop > cut.start:
             k = problem.key[..., cut, :] if loud == 1.0 else problem.key[..., cut, :] * loud
             part = replace(problem, support=both(problem.support, side))
-            yield part.keys(cut, turning.by(query, distance), k), cut
+            yield part.keys(cut, rope.by(query, distance), k), cut
 
 
 def _bands(own: Tensor, where: int | Tensor, reach: int, n_key: int) -> tuple[Support, Support, Support]:

@@ -1,20 +1,18 @@
 """Face 2: contrast reads log Z - score of the positive.
 
-infonce   a positive among in-batch, shared or own negatives, with rules, weights and a queue
+infonce   a positive among in-batch, shared or own negatives, with rules, weights and a queue, or of several banks
 clip      two towers: softmax both ways (CLIP), or a sigmoid per pair (SigLIP)
 views     anchors among themselves: two views (SimCLR), labels (SupCon)
-joint     one partition over several banks
-exclude   negatives that are none
+candidates  banks of keys, and negatives that are none
 queue     negatives from earlier batches
 sphere    alignment and uniformity
 """
 
 from __future__ import annotations
 
+from partita.contrastive.candidates import AbovePositive, Exclusion, Guide, OtherLabel, sort_by_label
 from partita.contrastive.clip import clip_loss, siglip_loss
-from partita.contrastive.exclude import AbovePositive, Exclusion, Guide, OtherLabel, sort_by_label
-from partita.contrastive.infonce import info_nce_loss
-from partita.contrastive.joint import joint_loss
+from partita.contrastive.infonce import info_nce_loss, joint_loss
 from partita.contrastive.queue import Queue
 from partita.contrastive.readout import ContrastStats, LabelStats
 from partita.contrastive.sphere import alignment, uniformity

@@ -2,26 +2,38 @@
 
     p(j|i) over the union of all banks        state of the union = merge(state of each bank)        (M-GIB-9)
 
-A bank is keys of a side, and which of them a row may see. Its positive is kept apart: it is one score per row.
+A bank is keys of a side, and which of them a row may see. Its positive is kept separate: it is one score per row.
+What is no negative is left out
+
+    by label    keys sorted by label: a row's own label is one interval, everything else two; O(n) numbers, no mask
+    by score    an Exclusion gives a mask for a few rows against all keys; the backward pass computes it again
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn.functional import normalize as to_unit
+from torch import Tensor, nn
 
 from partita import _checks
-from partita.contrastive.exclude import other_labels
+from partita.collective import ALONE, Collective, Fact, View, per_row
 from partita.engine import State
+from partita.engine.terms import Term
 from partita.errors import ShapeError, ValueRangeError
-from partita.processes import ALONE, Fact, PerRow, Processes, View
+from partita.precision import check_same_dtype, no_autocast
+from partita.score import Score
 from partita.support import Support
 
-__all__ = ["Bank", "agree", "check_pairs", "of_other_labels", "positive_score", "prepare", "resolve_scale", "tilted"]
+__all__ = [
+    "AbovePositive", "Bank", "Exclusion", "Guide", "InUse", "OtherLabel", "PartialScore", "agree", "check_pairs",
+    "merged", "of_other_labels", "positive_score", "prepare", "resolve_scale", "sort_by_label",
+]  # fmt: skip
+
+_LEAST = 1e-12  # the norm that a shorter vector is divided by
+_SQUARE = 32  # rows whose scores with their partners are read off the diagonal of a square
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,24 +43,39 @@ class Bank:
     key: Tensor  # (m, dim), or paired (n, m, dim)
     support: Support | None = None
     hardness: float = 0.0
-    query: Tensor | None = field(default=None)  # rows of this bank, if they are not the loss's own
-    processes: Processes = ALONE  # whose keys they are, where they are not paired
+    processes: Collective = ALONE  # whose keys they are, where they are not paired
     kind: int = 0  # whose sizes these keys have
     view: View | None = None  # in place of a support
     used: Tensor | None = None  # (m,) of slots that may hold no key: which do; the others are zeros
+    score: Score | None = None  # instead of the inner product; no hardness, and for a process alone
 
     def state(self, query: Tensor, scale: float | Tensor, statistics: bool = True) -> State:
         """Sums over the keys each row may see."""
-        rows = query if self.query is None else self.query
-        rows, key, scale = tilted(rows, self.key, scale, self.hardness)
+        rows, key, scale = _hardness_weighted(query, self.key, scale, self.hardness)
         if key.dim() == 2:
             return self.processes.sums(
-                rows, key, scale, support=self.support, view=self.view, kind=self.kind, statistics=statistics
-            ).state
+                rows, key, scale, support=self.support, view=self.view, kind=self.kind, statistics=statistics,
+                score=self.score,
+            ).state  # fmt: skip
         # one score per given negative: smaller than the negatives themselves
-        scores = (rows[:, None, :] * key).sum(-1)
+        if self.score is None:
+            scores = (rows[:, None, :] * key).sum(-1)
+        else:
+            scores = torch.stack([positive_score(rows, one, 1.0, self.score) for one in key.unbind(1)], 1)
         factor = scale[..., None] if isinstance(scale, Tensor) and scale.dim() else scale
         return State.of(factor * scores.to(torch.promote_types(scores.dtype, torch.float32)))
+
+
+class PartialScore(nn.Module):
+    """A score with its arguments exchanged, or with part of its gradient."""
+
+    def __init__(self, score: Score, turned: bool = False, share: float = 1.0):
+        super().__init__()
+        self.score, self.turned, self.share = score, turned, share
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        s = self.score(key, query).mT if self.turned else self.score(query, key)
+        return s if self.share == 1.0 else s.detach() + self.share * (s - s.detach())
 
 
 def of_other_labels(
@@ -56,50 +83,64 @@ def of_other_labels(
     labels: Tensor,
     key_labels: Tensor,
     hardness: float,
-    processes: Processes,
+    processes: Collective,
     kind: int,
     used: Tensor | None = None,
+    score: Score | None = None,
 ) -> Bank:
-    """Keys whose label is not the row's, sorted by label; `used` as in `Bank`."""
+    """Keys whose label is not the row's, sorted by label; `used` and `score` as in `Bank`."""
     order = key_labels.sort(stable=True)[1]
     shown = None if used is None else used[order]
-    view = other_labels(labels, processes.gather_rows(key_labels.long(), kind), shown)
-    return Bank(key[order], None, hardness, processes=processes, kind=kind, view=view, used=shown)
+    ordered = [known.sort(stable=True)[0] for known in processes.gather_rows(key_labels.long(), kind)]
+
+    def view(source: int, n: int) -> list[tuple[slice, int, Support]]:
+        seen: Support = OtherLabel.of(labels.long(), ordered[source])
+        return [(slice(0, n), 0, seen if shown is None else seen & InUse(shown))]
+
+    return Bank(key[order], None, hardness, processes=processes, kind=kind, view=view, used=shown, score=score)
+
+
+def merged(states: Iterable[State]) -> State:
+    """The state of the union."""
+    return functools.reduce(State.merge, states)
 
 
 def agree(
-    processes: Processes,
+    processes: Collective,
     call: str,
     tensors: Mapping[str, Tensor | None],
     scale: float | Tensor,
     options: Sequence[object] = (),
     sizes: Sequence[int] = (),
     others: Mapping[str, Fact] | None = None,
-) -> Processes:
+) -> Collective:
     """Ask the others whether they make the same call, and how many rows of each kind they bring.
 
     Sizes default to the rows of each tensor. The first of them are the rows that a scale may be given for one by one.
     """
     given = list(sizes) or [0 if t is None else t.shape[0] for t in tensors.values()]
     if processes.alone:
-        return processes.agree(call, given, {})
+        return processes.check_same(call, given, {})
     grad = torch.is_grad_enabled()
-    facts: dict[str, Fact] = {"the temperature or scale": PerRow(scale, given[0]), **(others or {})}
+    facts: dict[str, Fact] = {"the temperature or scale": per_row(scale, given[0]), **(others or {})}
     for name, tensor in tensors.items():
         facts[f"the dtype of {name}"] = None if tensor is None else tensor.dtype
         facts[f"the last dimension of {name}"] = None if tensor is None else tensor.shape[-1]
         facts[f"whether {name} needs a gradient"] = tensor is not None and grad and tensor.requires_grad
-    return processes.agree(f"{call} {tuple(options)}", given, facts)
+    return processes.check_same(f"{call} {tuple(options)}", given, facts)
 
 
-def tilted(query: Tensor, key: Tensor, scale: float | Tensor, hardness: float) -> tuple[Tensor, Tensor, float | Tensor]:
+def _hardness_weighted(
+    query: Tensor, key: Tensor, scale: float | Tensor, hardness: float
+) -> tuple[Tensor, Tensor, float | Tensor]:
     """Scores scale * s + hardness * s, where the second term has no gradient: a weight exp(hardness * s) on each key.
 
     The value is that of a larger scale; both factors of the product let only the first term's share of the gradient by.
     """
     if hardness == 0.0:
         return query, key, scale
-    share = float(scale.detach() if isinstance(scale, Tensor) else scale)
+    share = scale.detach() if isinstance(scale, Tensor) else scale
+    share = float(share) if not isinstance(share, Tensor) or share.is_cpu else share
     share = share / (share + hardness)
     # value x, gradient share * x
     query = query.detach() + share * (query - query.detach())
@@ -107,15 +148,20 @@ def tilted(query: Tensor, key: Tensor, scale: float | Tensor, hardness: float) -
     return query, key, scale + hardness
 
 
-def positive_score(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:  # (n,)
-    """scale * <query_i, key_i>, in the precision of the sums."""
+def positive_score(query: Tensor, key: Tensor, scale: float | Tensor, score: Score | None = None) -> Tensor:  # (n,)
+    """scale * score(query_i, key_i), in the precision of the sums."""
     dtype = torch.promote_types(query.dtype, torch.float32)
+    if score is not None:
+        pieces = zip(query.to(dtype).split(_SQUARE), key.to(dtype).split(_SQUARE), strict=True)
+        with no_autocast(query):
+            return scale * torch.cat([score(a, b).diagonal() for a, b in pieces])
     return scale * (query.to(dtype) * key.to(dtype)).sum(-1)
 
 
 def prepare(name: str, vectors: Tensor, normalize: bool) -> Tensor:
+    """Unit vectors, by the operations of F.normalize without its calls of calls; or the vectors as they are."""
     _checks.check_float(name, vectors)
-    return to_unit(vectors, dim=-1) if normalize else vectors
+    return vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min(_LEAST) if normalize else vectors
 
 
 def check_pairs(query: Tensor, key: Tensor, names: tuple[str, str] = ("query", "positive_key")) -> None:
@@ -129,6 +175,7 @@ def check_pairs(query: Tensor, key: Tensor, names: tuple[str, str] = ("query", "
             f"row i of {names[0]} belongs to row i of {names[1]}, so their shapes must be equal; "
             f"got {_checks.shape_text(query)} and {_checks.shape_text(key)}."
         )
+    check_same_dtype(names, query, key)
     _checks.check_device(names, (query, key))
 
 
@@ -137,6 +184,12 @@ def resolve_scale(
 ) -> float | Tensor:
     """1 / temperature, checked; a tensor keeps its gradient."""
     if log_temperature is not None:
+        _checks.check_float("log_temperature", log_temperature)
+        if tuple(log_temperature.shape) not in ((), (1,), (n,)):
+            raise ShapeError(
+                f"log_temperature must be one number or one per row, shape ({n},); "
+                f"got {_checks.shape_text(log_temperature)}."
+            )
         return (-log_temperature.to(torch.promote_types(dtype, torch.float32))).exp()
     if not isinstance(temperature, Tensor):
         _checks.check_positive("temperature", temperature)
@@ -148,3 +201,104 @@ def resolve_scale(
     if _checks.has_values(temperature) and not bool(((temperature > 0) & temperature.isfinite()).all()):
         raise ValueRangeError("temperature must be positive and finite; the tensor given holds other values.")
     return 1.0 / temperature.to(torch.promote_types(dtype, torch.float32))
+
+
+# ---- negatives that are none -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class OtherLabel(Support):
+    """Keys of another label than the row's, for keys sorted by label: j < first_i or j >= last_i."""
+
+    first: Tensor  # (n,) where the row's label begins
+    last: Tensor  # (n,) where it has ended
+
+    @staticmethod
+    def of(labels: Tensor, ordered: Tensor) -> OtherLabel:
+        """Of each row's label, among key labels in order."""
+        first, last = (torch.searchsorted(ordered, labels.contiguous(), right=right) for right in (False, True))
+        return OtherLabel(first, last)
+
+    def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
+        if self.first.shape[-1] != n_query:
+            raise ShapeError(f"labels were given for {self.first.shape[-1]} rows; there are {n_query} queries.")
+        lead = [1] * len(batch)
+        first, last = (x.to(device=device, dtype=torch.int32).view(*lead, n_query) for x in (self.first, self.last))
+        return Term(stop=first), Term(start=last)
+
+
+@dataclass(frozen=True, eq=False)
+class InUse(Support):
+    """Slots that hold a key, of a bank that may have room left; a key after the last slot is seen too."""
+
+    used: Tensor  # (m,) bool
+
+    def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
+        keep = torch.nn.functional.pad(self.used, (0, n_key - self.used.shape[0]), value=True)
+        return (Term(mask=keep.view(*[1] * (len(batch) + 1), n_key)),)
+
+
+def sort_by_label(labels: Tensor, key_labels: Tensor) -> tuple[Tensor, OtherLabel]:
+    """An order of the keys, and the support of the keys in that order whose label differs from the row's."""
+    for name, given in (("labels", labels), ("key_labels", key_labels)):
+        _checks.check_index_dtype(name, given)
+        if given.dim() != 1:
+            raise ShapeError(f"{name} must be a vector, one label per row or key; got {_checks.shape_text(given)}.")
+    ordered, order = key_labels.sort(stable=True)
+    return order, OtherLabel.of(labels, ordered)
+
+
+@dataclass(frozen=True, eq=False)
+class Exclusion:
+    """A rule that leaves negatives out by looking at scores; abstract."""
+
+    def hidden(self, rows: Tensor, query: Tensor, key: Tensor, positive: Tensor) -> Tensor:
+        """(r, m) True where a key is no negative of a row; `rows` are row numbers, `positive` their similarities."""
+        raise TypeError("Exclusion is abstract; use AbovePositive or Guide.")
+
+    def check(self, n_query: int, n_key: int) -> None:
+        """Raise if the rule does not fit these sizes."""
+
+
+@dataclass(frozen=True, eq=False)
+class AbovePositive(Exclusion):
+    """A negative more similar than the positive by more than a margin is taken for an unlabelled positive.
+
+    hidden_ij  iff  <query_i, key_j> > <query_i, positive_i> + margin
+    """
+
+    margin: float = 0.0
+
+    def __post_init__(self) -> None:
+        _checks.check_number("margin", self.margin)
+
+    def hidden(self, rows: Tensor, query: Tensor, key: Tensor, positive: Tensor) -> Tensor:
+        return query @ key.mT > positive[:, None] + self.margin
+
+
+@dataclass(frozen=True, eq=False)
+class Guide(Exclusion):
+    """Another encoder's vectors of the same rows and keys decide what is too similar (GISTEmbed).
+
+    hidden_ij  iff  <guide_query_i, guide_key_j> > <guide_query_i, guide_positive_i> - margin
+    """
+
+    query: Tensor  # (n, dim_guide)
+    key: Tensor  # (m, dim_guide); its first n rows are the positives
+    margin: float = 0.0
+
+    def __post_init__(self) -> None:
+        _checks.check_pair(self.query, self.key)
+        _checks.check_number("margin", self.margin)
+
+    def check(self, n_query: int, n_key: int) -> None:
+        if self.query.shape[0] != n_query or self.key.shape[0] != n_key:
+            raise ShapeError(
+                f"the guide needs a vector for each query and key, {n_query} and {n_key}; "
+                f"got {_checks.shape_text(self.query)} and {_checks.shape_text(self.key)}."
+            )
+
+    def hidden(self, rows: Tensor, query: Tensor, key: Tensor, positive: Tensor) -> Tensor:
+        own = self.query[rows]
+        level = (own * self.key[rows]).sum(-1) - self.margin
+        return own @ self.key.mT > level[:, None]

@@ -1,8 +1,6 @@
-"""InfoNCE: the positive among its candidates."""
+"""InfoNCE: the positive among its candidates, in the batch, given, from a queue or from states of several banks."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
@@ -10,28 +8,34 @@ from torch.nn.functional import logsigmoid
 
 from partita import _checks
 from partita import support as supports
-from partita._overrides import overridable
+from partita._torch_function import overridable
+from partita.collective import ALONE, Collective, collective_of
 from partita.contrastive.candidates import (
     Bank,
+    Exclusion,
+    InUse,
+    PartialScore,
     agree,
     check_pairs,
+    merged,
     of_other_labels,
     positive_score,
     prepare,
     resolve_scale,
 )
-from partita.contrastive.diagonal import diagonal_loss
-from partita.contrastive.exclude import Exclusion, InUse
 from partita.contrastive.queue import Queue
-from partita.contrastive.readout import above, readout, similarity_moments
+from partita.contrastive.readout import above, readout
 from partita.engine import State, Stats
+from partita.engine.callable_score import Pairs, compared
+from partita.engine.small import pairs
+from partita.engine.state import check_state
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.precision import loss_dtype
-from partita.processes import Processes, processes_of
-from partita.rows import in_row_blocks
+from partita.rows import in_row_blocks, reduce_rows
+from partita.score import InnerProduct, Score
 
-__all__ = ["info_nce_loss"]
+__all__ = ["diagonal_loss", "info_nce_loss", "joint_loss"]
 
 
 @overridable
@@ -41,7 +45,7 @@ def info_nce_loss(
     negative_keys: Tensor | None = None,  # (m, dim) unpaired, (n, m, dim) paired
     *,
     temperature: float | Tensor = 0.07,
-    reduction: str = "mean",
+    reduction: _checks.Reduction = "mean",
     negative_mode: str = "unpaired",
     normalize: bool = True,
     symmetric: bool = False,
@@ -53,12 +57,13 @@ def info_nce_loss(
     hardness: float = 0.0,
     decoupled: bool = False,
     queue: Queue | None = None,
+    score: Score | None = None,
 ) -> Tensor | tuple[Tensor, Stats]:
     """Cross entropy of the positive among its candidates, without the matrix of similarities.
 
         loss_i = -log( exp(<q_i, k_i> / t) / sum_j exp(<q_i, k_j> / t) )
 
-    Candidates are the positives of the whole batch; with `negative_keys`, one's own positive and those. `normalize`
+    Candidates are the positives of the whole batch; with `negative_keys`, the row's own positive and those. `normalize`
     makes all vectors unit vectors first. `symmetric` averages with the direction from keys to queries. Between 0 and,
     for equal scores, log(candidates). Spec: M-INC-1, M-INC-3, M-INC-4, M-INC-6.
 
@@ -72,51 +77,125 @@ def info_nce_loss(
     hardness: weights every negative by exp(hardness * similarity), a weight without gradient.
     decoupled: leaves the positive out of the denominator.
     queue: more negatives, from earlier batches.
+    score: replaces <q, k>, as for `partita.Gibbs`, on the vectors as `normalize` leaves them.
     return_stats: also a `ContrastStats`, of the direction from queries to keys.
     group: a torch.distributed group (or DeviceMesh) whose ranks hold rows each: the keys of all are candidates, passed
         round in blocks. Every rank gets the global value, with `reduction="none"` and in the statistics its own rows.
+        Under DDP call `partita.distributed.for_ddp(loss, group).backward()`, as DDP averages what has to be summed.
     """
-    processes = processes_of(group)
-    with processes.checks():
+    processes = collective_of(group)
+    with processes.validate():
         _checks.check_reduction(reduction)
         check_pairs(query, positive_key)
-        _check_options(negative_keys, negative_mode, symmetric, exclude, hardness, queue, labels, query)
-        if not processes.alone and exclude is not None:
-            raise ValueRangeError("exclude looks at all scores of a row, and has no form over a group.")
         scale = resolve_scale(temperature, log_temperature, len(query), query.dtype)
-        _check_one_scale(scale, symmetric, hardness)
-        q, k = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
-        negatives = None if negative_keys is None else prepare("negative_keys", negative_keys, normalize)
+        _check_options(negative_keys, negative_mode, symmetric, exclude, hardness, queue, labels, query, scale)
+        if not processes.alone and exclude is not None:
+            raise ValueRangeError("exclude needs all scores of a row, and has no form over a group.")
+        if score is not None:
+            _check_score(score, processes, exclude, hardness)
         kept = None if queue is None else queue.slots()
-        for other in (k, negatives, None if kept is None else kept[0].to(k.dtype)):
+        for other in (positive_key, negative_keys, None if kept is None else kept[0].to(query.dtype)):
             if other is not None:
-                processes.probe(q, other if other.dim() == 2 else other[..., :0, :], scale)
-    rules = (reduction, negative_mode, normalize, symmetric, return_stats, labels is None, hardness, decoupled)
-    given = {"query": query, "positive_key": positive_key, "negative_keys": negative_keys}
-    kinds = [len(query), 0 if negatives is None else len(negatives), 0 if kept is None else len(kept[0])]
-    processes = agree(processes, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
-    dtype = loss_dtype(query)
+                processes.check_pass(query, other if other.dim() == 2 else other[..., :0, :], scale)
     plain = negative_keys is None and labels is None and exclude is None and queue is None
-    if plain and not hardness and not decoupled:
+    plain = plain and not hardness and not decoupled
+    if not (plain and processes.alone):
+        rules = (reduction, negative_mode, normalize, symmetric, return_stats, labels is None, hardness, decoupled)
+        given = {"query": query, "positive_key": positive_key, "negative_keys": negative_keys}
+        kinds = [len(query), 0 if negative_keys is None else len(negative_keys), 0 if kept is None else len(kept[0])]
+        processes = agree(processes, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
+    if plain and score is None:
         return diagonal_loss(
-            q,
-            k,
-            scale,
-            symmetric=symmetric,
-            reduction=reduction,
-            return_stats=return_stats,
-            dtype=dtype,
-            processes=processes,
-        )
-
-    banks = _banks(k, negatives, labels, hardness, kept, processes)
-    rows, stats = _rows(q, k, scale, banks, exclude, decoupled, return_stats, negative_keys is None)
+            query, positive_key, scale, symmetric=symmetric, normalize=normalize, reduction=reduction,
+            return_stats=return_stats, processes=processes,
+        )  # fmt: skip
+    q, k = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
+    negatives = None if negative_keys is None else prepare("negative_keys", negative_keys, normalize)
+    if isinstance(score, InnerProduct):  # of other vectors
+        negatives = None if negatives is None else compared(score, q, negatives)[1]
+        kept = None if kept is None else (compared(score, q, kept[0].to(q.dtype))[1], *kept[1:])
+        (q, k), score = compared(score, q, k), None
+        if plain:
+            return diagonal_loss(
+                q, k, scale, symmetric=symmetric, normalize=False, reduction=reduction, return_stats=return_stats
+            )
+    banks = _banks(k, negatives, labels, hardness, kept, processes, score)
+    rows, stats = _rows(q, k, scale, banks, exclude, decoupled, return_stats, negative_keys is None, score)
     if symmetric:
-        backward = _banks(q, None, labels, hardness, None, processes)
-        back, _ = _rows(k, q, scale, backward, None, decoupled, False, True)
-        rows = (rows + back) / 2
-    loss = processes.reduce(rows, reduction).to(dtype)
+        back = None if score is None else PartialScore(score, turned=True)  # the query stays its first argument
+        backward = _banks(q, None, labels, hardness, None, processes, back)
+        other, _ = _rows(k, q, scale, backward, None, decoupled, False, True, back)
+        rows = (rows + other) / 2
+    loss = processes.reduce(rows, reduction).to(loss_dtype(query))
     return loss if stats is None else (loss, stats)
+
+
+def diagonal_loss(
+    query: Tensor,  # (n, dim)
+    key: Tensor,  # (n, dim)
+    scale: float | Tensor,
+    *,
+    symmetric: bool,
+    normalize: bool,
+    reduction: _checks.Reduction,
+    return_stats: bool,
+    bias: Tensor | None = None,  # (1, 1)
+    processes: Collective = ALONE,
+) -> Tensor | tuple[Tensor, Stats]:
+    """InfoNCE of the pairs of a batch: row i belongs to column i, every other column is a negative.
+
+    loss = mean_i ( log Z_row_i - s_ii ),        symmetric: averaged with  mean_j ( log Z_column_j - s_jj )
+    """
+
+    def nll(query: Tensor, key: Tensor, sharp: Tensor | None = None) -> Tensor:
+        q, k = prepare("query", query, normalize), prepare("key", key, normalize)
+        factor = scale if sharp is None else sharp
+        own = torch.arange(len(q), device=q.device)
+        if not symmetric:
+            return processes.sums(q, k, factor, bias=bias, target=own, statistics=False).nll()
+        rows, columns = processes.both_ways_nll(q, k, factor, bias, own)
+        return (rows + columns) / 2
+
+    def loss(query: Tensor, key: Tensor, sharp: Tensor | None = None) -> Tensor:
+        return processes.reduce(nll(query, key, sharp), reduction).to(loss_dtype(query))
+
+    if not return_stats:
+        alone = processes.alone and bias is None
+        small = pairs(query, key, scale, normalize, symmetric, reduction, loss) if alone else None
+        return loss(query, key) if small is None else small
+    q, k = prepare("query", query, normalize), prepare("key", key, normalize)
+    own = torch.arange(len(q), device=q.device)
+    sums = processes.sums(q, k, scale, bias=bias, target=own, rank=True)
+    rows = down = sums.nll()
+    if symmetric:
+        rows = (down + processes.sums(k, q, scale, bias=bias, target=own, statistics=False).nll()) / 2
+    others = Bank(k, supports.not_self(), processes=processes)
+    with torch.no_grad():
+        negatives, left_out = others.state(q, scale), [positive_score(q, k, 1.0)]
+    stats = readout(sums.state, negatives, [others], sums.rank, down, scale, q, k, left_out)
+    return processes.reduce(rows, reduction).to(loss_dtype(query)), stats
+
+
+@overridable
+def joint_loss(positive: Tensor, *states: State, reduction: _checks.Reduction = "mean") -> Tensor:  # (n,)
+    """-log of the positive's share among the keys of all states, its own included: banks, queues, other directions.
+
+        loss_i = log( sum over banks Z_i ) - positive_i
+
+    The positive must be among the keys of one of the states.
+
+    >>> import partita
+    >>> half = partita.State.of(torch.zeros(1, 2))
+    >>> joint_loss(torch.zeros(1), half, half)  # log 4
+    tensor(1.3863)
+    """
+    _checks.check_reduction(reduction)
+    if not states:
+        raise ShapeError("joint_loss needs at least one state.")
+    check_state("every argument after positive", states[0])
+    level = merged(states).log_partition()
+    _checks.check_rows("positive", positive, level, over="states")
+    return reduce_rows(level - positive, reduction)
 
 
 def _banks(
@@ -125,24 +204,25 @@ def _banks(
     labels: Tensor | None,
     hardness: float,
     kept: tuple[Tensor, Tensor | None, Tensor | None] | None,  # the slots of a queue
-    processes: Processes,
+    processes: Collective,
+    score: Score | None,
 ) -> list[Bank]:
-    """Where the negatives come from; across ranks, unpaired ones and queues are everybody's."""
+    """Where the negatives come from; across ranks, unpaired ones and queues are those of all ranks."""
     banks = []
     if negatives is not None:
-        banks.append(Bank(negatives, None, hardness, processes=processes, kind=1))
+        banks.append(Bank(negatives, None, hardness, processes=processes, kind=1, score=score))
     elif labels is None:
-        banks.append(Bank(k, supports.not_self(), hardness, processes=processes))
+        banks.append(Bank(k, supports.not_self(), hardness, processes=processes, score=score))
     else:
-        banks.append(of_other_labels(k, labels, labels, hardness, processes, 0))
+        banks.append(of_other_labels(k, labels, labels, hardness, processes, 0, score=score))
     if kept is not None and any(processes.sizes[2]):
         stored, kept_labels, used = kept
         keys = stored.to(k.dtype)
         if labels is not None and kept_labels is not None:
-            banks.append(of_other_labels(keys, labels, kept_labels, hardness, processes, 2, used))
+            banks.append(of_other_labels(keys, labels, kept_labels, hardness, processes, 2, used, score))
         else:
             shown = None if used is None else InUse(used)
-            banks.append(Bank(keys, shown, hardness, processes=processes, kind=2, used=used))
+            banks.append(Bank(keys, shown, hardness, processes=processes, kind=2, used=used, score=score))
     return banks
 
 
@@ -155,29 +235,30 @@ def _rows(
     decoupled: bool,
     return_stats: bool,
     in_batch: bool,
+    score: Score | None,
 ) -> tuple[Tensor, Stats | None]:
     """The loss of every row against the union of banks, and its statistics."""
-    positive = positive_score(q, k, 1.0)
-    score = scale * positive
+    positive = positive_score(q, k, 1.0, score)
+    logit = scale * positive
     if exclude is None:
-        negatives = functools.reduce(State.merge, [bank.state(q, scale, return_stats) for bank in banks])
+        negatives = merged(bank.state(q, scale, return_stats) for bank in banks)
         rank = torch.zeros_like(positive).long()
-        for bank in banks if return_stats else ():
+        for bank in banks if return_stats and score is None else ():
             rank = rank + above(bank, q, positive.detach())
     else:
         negatives, rank = _excluding(exclude, q, banks[0].key, positive, scale, in_batch)
     rest = negatives.log_partition()
     nothing = negatives.empty()
     if decoupled:
-        rows = torch.where(nothing, torch.zeros_like(score), torch.where(nothing, score, rest) - score)
+        rows = torch.where(nothing, torch.zeros_like(logit), torch.where(nothing, logit, rest) - logit)
     else:
-        rows = -logsigmoid(score - rest)
+        rows = -logsigmoid(logit - rest)
     if not return_stats:
         return rows, None
-    whole = negatives.merge(State.of(score[:, None]))
-    moments = similarity_moments(banks, q, positive, [positive] if in_batch else [])
-    surprised = rows if not decoupled else -logsigmoid(score - rest)
-    return rows, readout(whole, negatives, rank, surprised, positive, moments, scale, (q, k))
+    whole = negatives.merge(State.of(logit[:, None]))
+    surprised = rows if not decoupled else -logsigmoid(logit - rest)
+    left_out = [positive.detach()] if in_batch else []
+    return rows, readout(whole, negatives, banks, rank, surprised, scale, q, k, left_out, score)
 
 
 def _excluding(
@@ -205,12 +286,15 @@ def _excluding(
     return State(peak.detach(), mass, first, spread, count.detach()), rank.detach().long()
 
 
-def _check_one_scale(scale: float | Tensor, symmetric: bool, hardness: float) -> None:
-    if isinstance(scale, Tensor) and scale.numel() > 1:
-        if symmetric:
-            raise ValueRangeError("symmetric takes one temperature for all rows: a column has no row of its own.")
-        if hardness:
-            raise ValueRangeError("hardness takes one temperature for all rows.")
+def _check_score(score: Score, processes: Collective, exclude: Exclusion | None, hardness: float) -> None:
+    Pairs.of(score)
+    if not processes.alone:
+        raise ValueRangeError("score= needs every row in one process; leave out group.")
+    if not isinstance(score, InnerProduct) and (exclude is not None or hardness):
+        raise ValueRangeError(
+            "exclude and hardness look at inner products; leave them out, or give score= one of partita.score that is "
+            "one (Cosine, SquaredDistance, Bilinear)."
+        )
 
 
 def _check_options(
@@ -222,12 +306,14 @@ def _check_options(
     queue: Queue | None,
     labels: Tensor | None,
     query: Tensor,
+    scale: float | Tensor,
 ) -> None:
     if mode not in ("unpaired", "paired"):
         raise ValueRangeError(f"negative_mode must be 'unpaired' or 'paired'; got {mode!r}.")
     _checks.check_positive("hardness", hardness, zero=True)
     n, dim = query.shape
     if negative_keys is not None:
+        _checks.check_float("negative_keys", negative_keys)
         wanted = 2 if mode == "unpaired" else 3
         fits = negative_keys.dim() == wanted and negative_keys.shape[-1] == dim
         fits = fits and (mode == "unpaired" or negative_keys.shape[0] == n)
@@ -241,6 +327,8 @@ def _check_options(
         raise ValueRangeError("symmetric is for in-batch negatives alone: other negatives have no second direction.")
     if labels is not None:
         _checks.check_index_dtype("labels", labels)
+        if labels.is_meta:
+            _checks.check_device(("query", "labels"), (query, labels))
         if tuple(labels.shape) != (n,):
             raise ShapeError(f"labels must have one entry per row, shape ({n},); got {_checks.shape_text(labels)}.")
         if negative_keys is not None or exclude is not None:
@@ -252,5 +340,10 @@ def _check_options(
             raise DtypeError(f"exclude must be an Exclusion (AbovePositive, Guide); got {type(exclude).__name__}.")
         if mode == "paired" or queue is not None or hardness:
             raise ValueRangeError("exclude is for in-batch or unpaired negatives, without queue and hardness.")
-    if queue is not None and queue.dim != dim:
-        raise ShapeError(f"the queue holds vectors of {queue.dim} features, query has {dim}.")
+    if queue is not None:
+        _checks.check_kind("queue", queue, Queue, "Make one: Queue(size, dim).")
+        if queue.dim != dim:
+            raise ShapeError(f"the queue holds vectors of {queue.dim} features, query has {dim}.")
+    if isinstance(scale, Tensor) and scale.numel() > 1 and (symmetric or hardness):
+        given, why = ("symmetric", ": a column has no row of its own") if symmetric else ("hardness", "")
+        raise ValueRangeError(f"{given} takes one temperature for all rows{why}.")

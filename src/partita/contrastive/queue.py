@@ -51,11 +51,12 @@ class Queue(nn.Module):
         return int(self._filled)
 
     def slots(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Keys, their labels if it keeps them, and which of them are in use: None says all.
+        """Keys, their labels if it keeps them, and which of them are in use: None means all.
 
-        A graph has no size that depends on how many there are: it takes every slot, and a mask.
+        A graph, and a device whose numbers are not read, have no size that depends on how many there are: they take
+        every slot, and a mask.
         """
-        if not torch.compiler.is_compiling():
+        if self._store.is_cpu and not torch.compiler.is_compiling():
             return self.keys, self.labels, None
         used = torch.arange(self.size, device=self._store.device) < self._filled
         return self._store.clone(), self._labels.clone() if self.labelled else None, used
@@ -76,6 +77,8 @@ class Queue(nn.Module):
         _checks.check_float("keys", keys)
         if keys.dim() != 2 or keys.shape[-1] != self.dim:
             raise ShapeError(f"keys must have shape (n, {self.dim}); got {_checks.shape_text(keys)}.")
+        if keys.is_meta:
+            _checks.check_device(("the queue", "keys"), (self._store, keys))
         if (labels is None) == self.labelled or (labels is not None and labels.shape != keys.shape[:1]):
             raise ShapeError("a labelled queue takes one label per key, a plain one none.")
         keys = keys[-self.size :]

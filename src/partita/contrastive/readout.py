@@ -1,4 +1,4 @@
-"""What a contrastive batch says about itself: how many negatives really push, how hard the hardest is, who wins.
+"""Statistics of a contrastive batch: how many negatives really push, how hard the hardest is, who wins.
 
 effective_negatives = exp(H(p restricted to the negatives))     between 1 and their number
 hardest_share       = largest share of one negative in the push, P_m / (1 - P_+)         (M-INC-7)
@@ -11,23 +11,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from partita.contrastive.candidates import Bank
+from partita.contrastive.candidates import Bank, positive_score
 from partita.engine import State, Stats
-from partita.precision import product
-from partita.rows import LossStats, and_fields
+from partita.precision import no_autocast, product
+from partita.rows import LossStats, and_fields, in_row_blocks
+from partita.score import Score
+from partita.support import Support
 
-__all__ = ["ContrastStats", "LabelStats", "above", "per_row", "readout", "similarity_moments", "width_of"]
+__all__ = ["ContrastStats", "LabelStats", "above", "label_stats", "readout"]
 
 
-_APART = (
+_SPLIT = (
     *("effective_negatives", "hardest_share", "positive_similarity", "negative_similarity", "negative_variance"),
     *("negatives", "scale", "query_norm", "key_norm"),
 )
 _BY_LABEL = ("correct", "confidence", "nll", "positives", "negatives", "effective_negatives", "scale", "query_norm")
 
 
-class ContrastStats(and_fields(LossStats, *_APART), LossStats):  # type: ignore[misc]
-    """`LossStats` of each anchor's candidates, and what is said of positive and negatives apart.
+class ContrastStats(and_fields(LossStats, *_SPLIT), LossStats):  # type: ignore[misc]
+    """`LossStats` of each anchor's candidates, and separate ones of positive and negatives.
 
     Similarities are before the temperature; `negative_similarity` and `negative_variance` are over all negatives given.
     """
@@ -46,20 +48,20 @@ class ContrastStats(and_fields(LossStats, *_APART), LossStats):  # type: ignore[
 
     @property
     def information_cap(self) -> Tensor:
-        """The most that a loss with so many candidates can say, log(1 + negatives), the mean over the anchors."""
+        """The most that the loss can reach with these candidates, log(1 + negatives), the mean over the anchors."""
         return self.negatives.log1p().mean()
 
     @property
     def information_bound(self) -> Tensor:
         """Mutual information of anchor and positive is at least this, in expectation: the cap minus the mean nll.
 
-        What `partita.mutual_information_bound` says of the loss, for as many candidates as each anchor really had.
+        As `partita.mutual_information_bound` of the loss, for the number of candidates that each anchor really had.
         """
         return self.information_cap - self.nll.detach().mean()
 
 
 class LabelStats(and_fields(Stats, *_BY_LABEL), Stats):  # type: ignore[misc]
-    """The row statistics of anchors with many positives, and what is said of positives and negatives apart."""
+    """The row statistics of anchors with many positives, and separate ones of positives and negatives."""
 
     __slots__ = ()
     __repr__ = Stats.__repr__
@@ -76,42 +78,53 @@ class LabelStats(and_fields(Stats, *_BY_LABEL), Stats):  # type: ignore[misc]
 def readout(
     whole: State,
     negatives: State,
-    rank: Tensor,
+    banks: list[Bank],
+    rank: Tensor | None,  # None: counted
     nll: Tensor,
-    positive: Tensor,
-    moments: tuple[Tensor, Tensor],
     scale: float | Tensor,
-    vectors: tuple[Tensor, Tensor],
+    query: Tensor,
+    key: Tensor,
+    left_out: Sequence[Tensor] = (),
+    score: Score | None = None,
 ) -> ContrastStats:
-    """Statistics of the rows, from the state of all candidates and that of the negatives; vectors: anchors, positives.
+    """Statistics of anchors and their positives, from the state of all candidates and that of the negatives.
 
+    left_out: similarities (n,) of keys in the banks that are no negatives.
+    score: that of the banks, instead of the inner product.
     With no negative at all the share of the hardest and the number that push are 0.
     """
-    share = negatives.confidence()
-    return ContrastStats(  # type: ignore[call-arg]
-        *whole.stats(),
-        rank,
-        rank == 0,
-        1.0 / whole.mass,
-        nll,
-        width_of(negatives),
-        share.detach(),
-        positive.detach(),
-        *(x.detach() for x in moments),
-        negatives.count.detach(),
-        per_row(scale, nll),
-        *(torch.linalg.vector_norm(x.detach().to(nll.dtype), dim=-1) for x in vectors),
-    )
+    with torch.no_grad():
+        positive = positive_score(query, key, 1.0, score)
+        if score is not None:
+            rank, mean, variance = _among(banks, query, positive, left_out, score)
+        else:
+            rank = torch.stack([above(bank, query, positive) for bank in banks]).sum(0) if rank is None else rank
+            mean, variance = _similarity_moments(banks, query, left_out)
+        norms = [torch.linalg.vector_norm(x.to(nll.dtype), dim=-1) for x in (query, key)]
+        push = _width_of(negatives), negatives.confidence()
+    count = negatives.count.detach()
+    known = (*push, positive, mean, variance, count, _per_row(scale, nll), *norms)
+    return ContrastStats(*whole.stats(), rank, rank == 0, whole.confidence(), nll, *known)  # type: ignore[call-arg]
+
+
+def label_stats(
+    whole: State, negatives: State, right: Tensor, rows: Tensor, positives: Tensor, x: Tensor, scale: float | Tensor
+) -> LabelStats:
+    """Statistics of anchors with many positives; right: where the best candidate is one of them."""
+    with torch.no_grad():
+        confidence, norm = whole.confidence(), torch.linalg.vector_norm(x.to(rows.dtype), dim=-1)
+    push = negatives.count, _width_of(negatives), _per_row(scale, rows), norm
+    return LabelStats(*whole.stats(), right, confidence, rows, positives, *push)  # type: ignore[call-arg, unused-ignore]
 
 
 @torch.no_grad()
-def width_of(negatives: State) -> Tensor:  # (n,)
+def _width_of(negatives: State) -> Tensor:  # (n,)
     """exp(H) of the negatives, 0 where there are none."""
     width = negatives.entropy().exp()
     return torch.where(negatives.empty(), torch.zeros_like(width), width)
 
 
-def per_row(scale: float | Tensor, like: Tensor) -> Tensor:
+def _per_row(scale: float | Tensor, like: Tensor) -> Tensor:
     """One number per row, without gradient."""
     return torch.as_tensor(scale, dtype=like.dtype, device=like.device).detach().expand(like.shape)
 
@@ -119,15 +132,14 @@ def per_row(scale: float | Tensor, like: Tensor) -> Tensor:
 @torch.no_grad()
 def above(bank: Bank, query: Tensor, level: Tensor) -> Tensor:  # (n,)
     """How many of the keys a row may see are more similar to it than `level`, which need not be a key's."""
-    rows = query if bank.query is None else bank.query
     if bank.key.dim() == 3:
-        return ((rows[:, None, :] * bank.key).sum(-1) > level[:, None]).sum(-1)
-    return bank.processes.count_above(rows, bank.key, level, support=bank.support, view=bank.view, kind=bank.kind)
+        return ((query[:, None, :] * bank.key).sum(-1) > level[:, None]).sum(-1)
+    return bank.processes.count_above(query, bank.key, level, support=bank.support, view=bank.view, kind=bank.kind)
 
 
 @torch.no_grad()
-def similarity_moments(
-    banks: list[Bank], query: Tensor, positive: Tensor, left_out: Sequence[Tensor]
+def _similarity_moments(
+    banks: list[Bank], query: Tensor, left_out: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:  # (n,), (n,)
     """Mean and variance of the negatives' similarities, each counted once: polynomials of the keys, no pass.
 
@@ -135,7 +147,7 @@ def similarity_moments(
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     count: int | Tensor = 0
-    first, second = torch.zeros_like(positive), torch.zeros_like(positive)
+    first = second = query.new_zeros(len(query), dtype=dtype)
     for bank in banks:
         rows, key = query.to(dtype), bank.key.to(dtype)
         if key.dim() == 3:
@@ -143,7 +155,7 @@ def similarity_moments(
             first, second, keys = first + s.sum(-1), second + s.square().sum(-1), key.shape[-2]
         else:
             sums, squares = (bank.processes.added(x) for x in (key.sum(0), product(key.mT, key)))
-            sizes = bank.processes.sizes  # none where nobody had to be asked
+            sizes = bank.processes.sizes  # none of a process alone
             keys = sum(sizes[bank.kind]) if sizes else key.shape[-2]
             keys = keys if bank.used is None else bank.used.sum()  # type: ignore[assignment]
             first = first + product(rows, sums)
@@ -154,3 +166,40 @@ def similarity_moments(
     n = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
     mean = first / n
     return mean, (second / n - mean.square()).clamp(min=0.0)
+
+
+def _among(
+    banks: list[Bank], query: Tensor, positive: Tensor, left_out: Sequence[Tensor], score: Score
+) -> tuple[Tensor, Tensor, Tensor]:  # (n,), (n,), (n,)
+    """Rank of the positive, and mean and variance of the negatives' scores, by any score; a few rows at a time."""
+
+    def few(rows: Tensor, level: Tensor, seen: Tensor, keys: Tensor, used: Tensor) -> Tensor:
+        with no_autocast(rows):
+            s = score(rows, keys)
+        count = used.sum().to(s.dtype)
+        mean = torch.where(used, s, 0.0).sum(-1) / count.clamp(min=1)
+        spread = torch.where(used, s - mean[:, None], 0.0).square().sum(-1)
+        rank = (seen & (s > level[:, None])).sum(-1).to(s.dtype)
+        return torch.stack([rank, count.expand_as(mean), mean, spread], -1)
+
+    parts = []
+    for bank in banks:
+        key, n, m = bank.key.to(positive.dtype), len(query), bank.key.shape[-2]
+        used = torch.ones(m, dtype=torch.bool, device=key.device) if bank.used is None else bank.used
+        own = bank.support if bank.view is None else next(iter(bank.view(0, m)))[2]
+        seen = own.dense(n, m, device=key.device) if isinstance(own, Support) else used.expand(n, m)
+        given = query.to(positive.dtype), positive, seen
+        if key.dim() == 2:
+            parts.append(in_row_blocks(few, given, [key, used], m))
+        else:
+            own_rows = zip(query.to(positive.dtype).split(1), positive.split(1), seen.split(1), key, strict=True)
+            parts.append(torch.cat([few(row, level, keep, keys, used) for row, level, keep, keys in own_rows]))
+    rank, count, mean, spread = torch.stack(parts).unbind(-1)
+    total = count.sum(0)
+    whole = (count * mean).sum(0) / total.clamp(min=1)
+    spread = (spread + count * (mean - whole).square()).sum(0)
+    for one in left_out:  # taken back out
+        total = total - 1
+        before, whole = whole, whole + (whole - one) / total.clamp(min=1)
+        spread = spread - (one - before) * (one - whole)
+    return rank.sum(0).long(), whole, spread.clamp(min=0.0) / total.clamp(min=1)

@@ -1,4 +1,4 @@
-"""Where embeddings lie on the sphere: positives near each other, everything else spread out.
+"""How embeddings are spread over the sphere: positives near each other, everything else spread out.
 
     alignment  = E_pairs |x - y|^a                     small is good
     uniformity = log E_{i != j} exp(-t |x_i - x_j|^2)  small is good; between -4t and 0

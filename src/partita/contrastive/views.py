@@ -7,17 +7,19 @@ from torch import Tensor
 
 from partita import _checks
 from partita import support as supports
-from partita._overrides import overridable
+from partita._torch_function import overridable
+from partita.collective import Collective, collective_of
 from partita.contrastive import candidates
-from partita.contrastive.readout import ContrastStats, LabelStats, per_row, readout, similarity_moments, width_of
-from partita.engine import State, Stats
+from partita.contrastive.readout import ContrastStats, LabelStats, label_stats, readout
+from partita.engine import Stats
 from partita.engine.sums import Sums
 from partita.errors import ShapeError
-from partita.precision import loss_dtype
-from partita.processes import Processes, processes_of
+from partita.precision import loss_dtype, no_autocast
+from partita.rows import in_row_blocks
+from partita.score import Score
 from partita.support import Support
 
-__all__ = ["nt_xent_loss", "supcon_loss"]
+__all__ = ["label_rows", "nt_xent_loss", "supcon_loss"]
 
 
 @overridable
@@ -26,7 +28,7 @@ def nt_xent_loss(
     out1: Tensor,  # (n, dim) the other view of the same items
     *,
     temperature: float | Tensor = 0.5,
-    reduction: str = "mean",
+    reduction: _checks.Reduction = "mean",
     return_stats: bool = False,
     group: object | None = None,
 ) -> Tensor | tuple[Tensor, Stats]:
@@ -35,18 +37,19 @@ def nt_xent_loss(
         loss_i = -log( exp(<x_i, x_i'> / t) / sum_{j != i} exp(<x_i, x_j> / t) ),       2n - 1 candidates
 
     Rows of `reduction="none"` and of the statistics: the anchors of out0, then those of out1. Spec: M-INC-1.
+    Over a `group` as `info_nce_loss`; under DDP call `partita.distributed.for_ddp(loss, group).backward()`.
 
     >>> x = torch.eye(1)
     >>> nt_xent_loss(x, x)  # a single candidate, the positive
     tensor(0.)
     """
-    processes = processes_of(group)
-    with processes.checks():
+    processes = collective_of(group)
+    with processes.validate():
         _checks.check_reduction(reduction)
         candidates.check_pairs(out0, out1, ("out0", "out1"))
         anchors = torch.cat([candidates.prepare("out0", out0, True), candidates.prepare("out1", out1, True)])
         scale = candidates.resolve_scale(temperature, None, len(anchors), out0.dtype)
-        processes.probe(anchors, anchors, scale)
+        processes.check_pass(anchors, anchors, scale)
     given = {"out0 and out1": anchors}
     processes = candidates.agree(processes, "nt_xent_loss", given, scale, (reduction, return_stats))
     other = torch.arange(len(anchors), device=anchors.device).roll(len(out0))
@@ -65,21 +68,16 @@ def nt_xent_loss(
 
 @torch.no_grad()
 def _two_views(
-    sums: Sums, anchors: Tensor, other: Tensor, scale: float | Tensor, processes: Processes
+    sums: Sums, anchors: Tensor, other: Tensor, scale: float | Tensor, processes: Collective
 ) -> ContrastStats:
-    """The positive stands n rows before or after its anchor; everything else but the anchor is a negative."""
-    n = len(anchors) // 2
+    """The positive is n rows before or after its anchor; everything else but the anchor is a negative."""
+    n = max(len(anchors) // 2, 1)  # of no anchors too there are windows
     window = supports.window
-    rest = window(None, -n - 1) | window(n - 1, -1) | window(-1, n - 1) | window(-n - 1, None)
-    bank = candidates.Bank(anchors, rest, processes=processes)
-    positive = candidates.positive_score(anchors, anchors[other], 1.0)
-    moments = similarity_moments(
-        [bank], anchors, positive, [candidates.positive_score(anchors, anchors, 1.0), positive]
-    )
-    assert sums.rank is not None
-    nll = sums.nll()
-    vectors = anchors, anchors[other]
-    return readout(sums.state, bank.state(anchors, scale), sums.rank, nll, positive, moments, scale, vectors)
+    rest = window(None, -n - 1) | (window(n - 1, n - 1) & supports.not_self()) | window(-n - 1, None)
+    bank, partners = candidates.Bank(anchors, rest, processes=processes), anchors[other]
+    left_out = [candidates.positive_score(anchors, x, 1.0) for x in (anchors, partners)]
+    negatives = bank.state(anchors, scale)
+    return readout(sums.state, negatives, [bank], sums.rank, sums.nll(), scale, anchors, partners, left_out)
 
 
 @overridable
@@ -90,23 +88,24 @@ def supcon_loss(
     temperature: float | Tensor = 0.1,
     ref_emb: Tensor | None = None,  # (m, dim)
     ref_labels: Tensor | None = None,  # (m,)
-    reduction: str = "mean",
+    reduction: _checks.Reduction = "mean",
     return_stats: bool = False,
     group: object | None = None,
 ) -> Tensor | tuple[Tensor, Stats]:
-    """Supervised contrast: every candidate of the anchor's label is a positive; the mean stands outside the log.
+    """Supervised contrast: every candidate of the anchor's label is a positive; the mean is outside the log.
 
         loss_i = mean_{j positive of i} -log p(j|i) = log Z_i - <x_i, mean positive> / t
 
     Candidates are the other embeddings, or all of `ref_emb`. The numerator is linear in the keys: sums per label, no
     pass, no mask. Anchors without a positive are left out (0 with `reduction="none"`); none at all gives 0.
+    Over a `group` as `info_nce_loss`; under DDP call `partita.distributed.for_ddp(loss, group).backward()`.
 
     >>> x = torch.ones(3, 1)
     >>> supcon_loss(x, torch.tensor([0, 0, 1]))  # two anchors with one positive among two candidates: log 2
     tensor(0.6931)
     """
-    processes = processes_of(group)
-    with processes.checks():
+    processes = collective_of(group)
+    with processes.validate():
         _checks.check_reduction(reduction)
         _check_labels("embeddings", embeddings, "labels", labels)
         if (ref_emb is None) != (ref_labels is None):
@@ -116,51 +115,69 @@ def supcon_loss(
         x = candidates.prepare("embeddings", embeddings, True)
         scale = candidates.resolve_scale(temperature, None, len(x), x.dtype)
         if ref_emb is None or ref_labels is None:
-            keys, key_labels, support = x, labels, supports.not_self()
+            keys, key_labels = x, labels
         else:
-            keys, key_labels, support = candidates.prepare("ref_emb", ref_emb, True), ref_labels, None
+            keys, key_labels = candidates.prepare("ref_emb", ref_emb, True), ref_labels
         _checks.check_device(("embeddings", "labels", "ref_labels"), (x, labels, key_labels))
-        processes.probe(x, keys, scale)
+        processes.check_pass(x, keys, scale)
     given = {"embeddings": embeddings, "ref_emb": ref_emb}
-    options = (reduction, return_stats, ref_emb is None)
+    itself = ref_emb is None
+    options = (reduction, return_stats, itself)
     processes = candidates.agree(processes, "supcon_loss", given, scale, options, (len(x), len(keys)))
-    state = processes.sums(x, keys, scale, support=support, kind=1, statistics=return_stats).state
-    total, count = _label_sums(x, labels, keys, key_labels, processes)
-    if ref_emb is None:
-        total, count = total - x.to(total.dtype), count - 1
-    has = count > 0
-    positive = scale * (x.to(total.dtype) * total).sum(-1) / count.clamp(min=1)
+    rows, count, stats = label_rows(x, labels, keys, key_labels, scale, processes, itself=itself, stats=return_stats)
+    total = (count > 0).sum().to(rows.dtype)
+    loss = processes.reduce(rows, reduction, total).to(loss_dtype(embeddings))
+    return loss if stats is None else (loss, stats)
+
+
+def label_rows(
+    x: Tensor,
+    labels: Tensor,
+    keys: Tensor,
+    key_labels: Tensor,
+    scale: float | Tensor,
+    processes: Collective,
+    *,
+    itself: bool,  # the keys are the anchors: none is a candidate of itself
+    stats: bool,
+    score: Score | None = None,  # instead of the inner product; for a process alone
+) -> tuple[Tensor, Tensor, LabelStats | None]:
+    """Each anchor's loss, 0 without a positive, and how many positives it has.
+
+    The loss of a sole positive that holds all of the probability is 0 itself, not what rounding leaves of it.
+    """
+    support = supports.not_self() if itself else None
+    state = processes.sums(x, keys, scale, support=support, kind=1, statistics=stats, score=score).state
+    if score is None:
+        total, count = _label_sums(x, labels, keys, key_labels, processes)
+        if itself:
+            total, count = total - x.to(total.dtype), count - 1
+        similarity = (x.to(total.dtype) * total).sum(-1)
+    else:
+        similarity, count = _scores_of_label(x, labels, keys, key_labels, itself, score)
+    positive = scale * similarity / count.clamp(min=1)
     level = torch.where(state.empty(), positive, state.log_partition())
-    rows = torch.where(has, level - positive, torch.zeros_like(positive))
-    loss = processes.reduce(rows, reduction, has.sum().to(rows.dtype)).to(loss_dtype(embeddings))
-    if not return_stats:
-        return loss
-    bank = candidates.of_other_labels(keys, labels.long(), key_labels.long(), 0.0, processes, 1)
-    return loss, _many_positives(state, rows, count, bank, x, scale)
-
-
-def _many_positives(
-    state: State, rows: Tensor, count: Tensor, bank: candidates.Bank, x: Tensor, scale: float | Tensor
-) -> LabelStats:
-    """An anchor is right if its best candidate is no negative."""
+    alone = (count == 1) & (state.mass == 1) & (state.peak - positive < 1)
+    rows = torch.where((count > 0) & ~alone, level - positive, torch.zeros_like(positive))
+    if not stats:
+        return rows, count, None
+    bank = candidates.of_other_labels(keys, labels.long(), key_labels.long(), 0.0, processes, 1, score=score)
     with torch.no_grad():
         negatives = bank.state(x, scale)
         right = (count > 0) & ((negatives.max_score() < state.max_score()) | negatives.empty())
-        confidence = state.confidence()
-        norm = torch.linalg.vector_norm(x.to(rows.dtype), dim=-1)
-    push = negatives.count, width_of(negatives), per_row(scale, rows), norm
-    return LabelStats(*state.stats(), right, confidence, rows, count, *push)  # type: ignore[call-arg]
+    return rows, count, label_stats(state, negatives, right, rows, count, x, scale)
 
 
 def _label_sums(
-    x: Tensor, labels: Tensor, keys: Tensor, key_labels: Tensor, processes: Processes
+    x: Tensor, labels: Tensor, keys: Tensor, key_labels: Tensor, processes: Collective
 ) -> tuple[Tensor, Tensor]:
     """For each anchor the sum and the number of the keys with its label; O((n + m) dim)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     labels, key_labels = labels.long().contiguous(), key_labels.long().contiguous()
     every = processes.gather_rows(key_labels, 1)
-    # sums go to the place where a label first comes; while tracing nobody knows how many differ, and every key has one
-    known = torch.cat(every).sort()[0] if torch.compiler.is_compiling() else torch.cat(every).unique()
+    # sums go to the place where a label first comes; where the number of labels is not read, every key has a place
+    whole = torch.cat(every)
+    known = whole.unique() if whole.is_cpu and not torch.compiler.is_compiling() else whole.sort()[0]
     if len(known) > max(processes.sizes[1]):  # more sums than a rank has keys: they go round in blocks
         return _label_sums_round(processes, x, labels, keys, every)
     of_key = torch.searchsorted(known, key_labels)
@@ -176,8 +193,26 @@ def _label_sums(
     return sums[at] * there[:, None], counts[at] * there
 
 
+def _scores_of_label(
+    x: Tensor, labels: Tensor, keys: Tensor, key_labels: Tensor, itself: bool, score: Score
+) -> tuple[Tensor, Tensor]:
+    """For each anchor the sum of its scores with the keys of its label, and their number; a few rows at a time."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    own, number = (torch.arange(len(each), device=x.device) for each in (x, keys))
+
+    def few(rows: Tensor, label: Tensor, at: Tensor, keys: Tensor, key_labels: Tensor) -> Tensor:
+        same = label[:, None] == key_labels
+        if itself:
+            same = same & (at[:, None] != number)
+        with no_autocast(rows):
+            raw = score(rows, keys)
+        return torch.stack([torch.where(same, raw, 0.0).sum(-1), same.sum(-1).to(raw.dtype)], -1)
+
+    return in_row_blocks(few, [x.to(dtype), labels, own], [keys.to(dtype), key_labels], len(keys)).unbind(-1)  # type: ignore[return-value]
+
+
 def _label_sums_round(
-    processes: Processes, x: Tensor, labels: Tensor, keys: Tensor, every: list[Tensor]
+    processes: Collective, x: Tensor, labels: Tensor, keys: Tensor, every: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The same by a pass whose weights are all 1 (scale 0) and whose value is the key: a block at a time."""
 

@@ -9,7 +9,6 @@ clip.max_scores                      # of the step just taken, per layer and hea
 
 from __future__ import annotations
 
-from partita.control.callbacks import lightning_qk_clip_callback, qk_clip_callback
-from partita.control.qk_clip import QKClip
+from partita.control.qk_clip import QKClip, lightning_qk_clip_callback, qk_clip_callback
 
 __all__ = ["QKClip", "lightning_qk_clip_callback", "qk_clip_callback"]

@@ -1,13 +1,13 @@
 """Which rows of which parameters make the queries and keys of each head of a layer.
 
-A projection is recognised by its output, not by its name: rotary positions, transposes and constant factors leave the
-length of every query as it was, so over the tokens of a batch
+A projection is recognised by its output, not by its name: rotary positions, transposes and constant factors keep the
+norm of every query up to a constant, so over the tokens of a batch
 
     log |query of head h at token t|  -  log |rows r .. r + dim of the projection's output at token t|  =  constant
 
 holds for the rows that made the head, and for no others. That finds plain and fused projections in any order, and
-heads that share their keys. Where it cannot be seen, because lengths are normalised (QK-norm), because a head is put
-together from parts (MLA), or because no module is called (torch's MultiheadAttention), names tell.
+shared keys. Names decide where norms are normalised (QK-norm), a head is concatenated from parts (MLA), or no module is
+called (torch's MultiheadAttention).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from partita.nn.qk_clip import holds, why_unfit
+
 __all__ = ["Layout", "Product", "Rows", "find"]
 
-TOKENS = 512  # looked at
-CLOSE = (
-    0.03  # standard deviation of the difference of logarithms: bfloat16 gives about 0.005, another head 0.1 and more
-)
+TOKENS = 512  # compared at most
+CLOSE = 0.03  # standard deviation of the difference of logarithms: about 0.005 in bfloat16, 0.1 or more of another head
 NORMS = (
     ("q_norm", "k_norm"), ("norm_q", "norm_k"), ("q_layernorm", "k_layernorm"), ("q_ln", "k_ln"),
     ("query_layernorm", "key_layernorm"), ("query_norm", "key_norm"),
@@ -36,16 +36,15 @@ class Rows:
 
     module: nn.Module
     names: tuple[str, ...]  # of parameters; "weight" and "bias" of a linear map
-    dim: int  # of the weight along which the outputs lie; a bias has only one
+    dim: int  # of the weight's outputs; a bias has only one
     start: int
     size: int
-    offset: float = 0.0  # the parameter plus this multiplies: 1 for gains stored as what they differ from one
+    offset: float = 0.0  # added to the parameter before it multiplies: 1 for gains stored as their difference from one
 
 
 @dataclass(frozen=True)
 class Product:
-    """A part of the score, <query part, key part>, made by these rows of each head; None where all heads share it and
-    it stays as it is."""
+    """A part of the score, <query part, key part>, made by these rows of each head; None for a fixed key part."""
 
     query: Sequence[Rows]
     key: Sequence[Rows] | None
@@ -57,18 +56,28 @@ class Layout:
 
     products: Sequence[Product]
 
+    def why_unfit(self, flat: bool) -> str | None:
+        """Why its parameters cannot be multiplied, or None. flat: plain tensors replace the parameters for now, which
+        FSDP's older class keeps in pieces."""
+        for product in self.products:
+            for rows in {**dict.fromkeys(product.query), **dict.fromkeys(product.key or ())}:
+                for name in rows.names:
+                    placed = flat and not rows.module._parameters and name in rows.module.__dict__
+                    why = None if placed else why_unfit(rows.module, name, rows.start + rows.size)
+                    if why is not None:
+                        return why
+        return None
+
     def agreed(self, factor: Sequence[float]) -> list[float]:  # one per head
-        """Heads whose queries are made by the same rows (one gain for all heads) take the smallest factor of theirs."""
+        """Heads whose queries are made by the same rows (one gain for all heads) take their smallest factor."""
         for product in self.products:
             factor = _together(product.query, factor, min)
         return list(factor)
 
     def shares(self, factor: Sequence[float]) -> list[tuple[Rows, float]]:  # agreed factors, one per head
-        """By how much each group of rows is multiplied, so that the scores of head h shrink by factor_h.
+        """The factor of each group of rows, so that the scores of head h shrink by factor_h.
 
-            key = sqrt(largest factor among the heads that share it)        query = factor / key
-
-        So a head whose factor is 1 keeps its queries and its keys.
+        key = sqrt(largest factor among the heads that share it)        query = factor / key
         """
         out: list[tuple[Rows, float]] = []
         for product in self.products:
@@ -93,17 +102,19 @@ def find(
     key: Tensor | None,
     linear: Sequence[tuple[nn.Module, Tensor]],  # maps called before it, with their outputs
 ) -> Layout | str:
-    """The layout, or the reason why it could not be told."""
+    """The layout, or the reason why it could not be found."""
     if hasattr(module, "kv_b_proj") and hasattr(module, "qk_nope_head_dim"):
         return _latent(module, heads)
     for names in NORMS:
         norms = [norm for name in names if isinstance(norm := getattr(module, name, None), nn.Module)]
         if len(norms) == 2 and not all(isinstance(norm, nn.Identity) for norm in norms):  # timm's place for none
             return _gains(norms, heads, int(getattr(module, "head_dim", 1)) if query is None else query.shape[-1])
-    if getattr(module, "in_proj_weight", None) is not None or getattr(module, "q_proj_weight", None) is not None:
+    if holds(module, "in_proj_weight") or holds(module, "q_proj_weight"):
         return _packed(module, heads)
     if query is None or key is None or query.dim() != 4 or key.dim() != 4:
-        return "its queries and keys were not seen apart from its scores"
+        return "its scores were seen, its queries and keys were not"
+    inside = {id(part) for module, _ in linear for part in module.modules() if part is not module}
+    linear = [(module, out) for module, out in linear if id(module) not in inside]  # the outermost wrapper
     queries, keys = _made_by(query, linear), _made_by(key, linear)
     if isinstance(queries, str):
         return "queries: " + queries
@@ -120,7 +131,7 @@ def _made_by(x: Tensor, linear: Sequence[tuple[nn.Module, Tensor]]) -> list[Rows
     batch, heads, n, dim = x.shape
     own = _log_norms(x.transpose(1, 2).reshape(batch * n, heads, dim))
     if own.shape[0] < 4 or bool((own.std(0) < 2 * CLOSE / 3).any()):
-        return "their lengths hardly differ from token to token, so nothing tells which weights made them"
+        return "their lengths hardly differ from token to token, so it cannot be seen which weights made them"
     found: list[Rows] = []
     distances: list[Tensor] = []
     for module, out in linear:
@@ -140,7 +151,7 @@ def _made_by(x: Tensor, linear: Sequence[tuple[nn.Module, Tensor]]) -> list[Rows
     for head, mine in enumerate(rows):
         rivals = torch.tensor([other != mine for other in found], dtype=torch.bool, device=table.device)
         if bool((table[head, rivals] < 3 * best[head] + 1e-3).any()):
-            return "several rows have the same lengths, so nothing tells which of them made a head"
+            return "several rows have the same lengths, so it cannot be seen which of them made a head"
     return rows
 
 
@@ -163,7 +174,7 @@ def _token_orders(out: Tensor, batch: int, n: int) -> list[Tensor]:
 
 
 def _rows(module: nn.Module, start: int, size: int, offset: float = 0.0) -> Rows:
-    names = tuple(name for name in ("weight", "bias") if getattr(module, name, None) is not None)
+    names = tuple(name for name in ("weight", "bias") if holds(module, name))
     # Conv1D of transformers keeps (in, out); everything else (out, in)
     return Rows(module, names, 1 if type(module).__name__ == "Conv1D" else 0, start, size, offset)
 
@@ -177,8 +188,7 @@ def _packed(module: nn.Module, heads: int) -> Layout | str:
         return "bias_k is a key of its own that heads would have to share with their projection"
     dim: int = module.head_dim  # type: ignore[assignment]
     groups = heads // int(getattr(module, "kv_heads", heads))
-    fused = getattr(module, "in_proj_weight", None) is not None
-    bias = getattr(module, "in_proj_bias", None) is not None
+    fused, bias = holds(module, "in_proj_weight"), holds(module, "in_proj_bias")
 
     def rows(place: int, head: int) -> list[Rows]:
         start = head * dim + place * heads * dim
@@ -187,15 +197,17 @@ def _packed(module: nn.Module, heads: int) -> Layout | str:
         weight = Rows(module, (("q_proj_weight", "k_proj_weight")[place],), 0, head * dim, dim)
         return [weight, Rows(module, ("in_proj_bias",), 0, start, dim)] if bias else [weight]
 
-    # where weight and bias lie apart each takes the same share, as one more product would
+    # where weight and bias are separate parameters each takes the same share, as one more product would
     sides = [[rows(0, h) for h in range(heads)], [rows(1, h // groups) for h in range(heads)]]
     return Layout([Product([q[i] for q in sides[0]], [k[i] for k in sides[1]]) for i in range(len(sides[0][0]))])
 
 
 def _gains(norms: Sequence[nn.Module], heads: int, dim: int) -> Layout | str:
-    """QK-norm undoes the size of the projections; its gains have the last word, one for all heads or one for each."""
+    """QK-norm: its gains set the size of the scores, one for all heads or one for each."""
     sides = []
     for norm in norms:
+        if isinstance(getattr(type(norm), "weight", None), property):
+            return f"QK-norm: {why_unfit(norm, 'weight')}"
         weight, kind = getattr(norm, "weight", None), type(norm).__name__
         if not isinstance(weight, Tensor):
             return "QK-norm without a gain: its scores cannot grow, and there is nothing to clip"
@@ -228,7 +240,7 @@ def _offset(norm: nn.Module, weight: Tensor) -> float | None:
 def _latent(module: nn.Module, heads: int) -> Layout | str:
     """Multi-head latent attention: a key is a part of the head's own, from a latent, and a rotary part that all share.
 
-    The shared part stays; the queries that meet it take the whole factor.
+    The shared part stays; its queries take the whole factor.
     """
     nope, rope, value = (int(getattr(module, f"{n}_head_dim")) for n in ("qk_nope", "qk_rope", "v"))
     up = getattr(module, "q_b_proj", None) or getattr(module, "q_proj", None)

@@ -4,23 +4,21 @@ Faces take `group=`; this is what goes with it.
 
     merge                        states of disjoint keys, one on every rank
     shard, gather, zigzag        a sequence in slices, put together again, in an order that makes causal work even
-    replicate, for_ddp           gradients of what every rank holds: summed by us, averaged by DDP
+    replicate, for_ddp           gradients of what every rank holds: summed here, averaged by DDP
     traffic                      counts the bytes that go round
     gather_bytes                 text of every rank, on every rank
-    cost                         a model of time and bytes, for ring and gather
 """
 
 from __future__ import annotations
 
 import torch
 
-from partita.distributed import cost
-from partita.distributed._ring.communication import traffic
-from partita.distributed._ring.merge import merge
+from partita.distributed.blocks import traffic
 from partita.distributed.gradients import for_ddp, replicate
 from partita.distributed.sequence import gather, gather_bytes, shard, zigzag
+from partita.distributed.states import merge
 
-__all__ = ["cost", "for_ddp", "gather", "gather_bytes", "merge", "replicate", "shard", "traffic", "zigzag"]
+__all__ = ["for_ddp", "gather", "gather_bytes", "merge", "replicate", "shard", "traffic", "zigzag"]
 
 # For a side effect: the default arguments of torch.distributed.nn keep the group that exists when it is first imported,
 # which DDP does. Its threads then outlive destroy_process_group, and abort Python's exit if they are busy. So it is

@@ -3,8 +3,10 @@
 request     what is wanted of a pass, in canonical form
 terms       a support bound to sizes
 state       the sums of a set of keys: a monoid
-execute     the only door to the backends
-autograd    the operators and their derivatives
+dispatch    detects autograd and tracers, and chooses the path
+autograd    a pass as one node, and its derivatives
+small       what torch's dense operations do sooner than a pass
+operators   a pass as torch operators, for tracers
 backends    tiled (any torch device), native (the CPU, in C++)
 """
 

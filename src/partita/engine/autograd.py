@@ -1,403 +1,473 @@
-"""The pass as two torch operators, and its first and second derivatives, for autograd and torch.func alike.
+"""The derivative of a pass: autograd records one node, which holds the request's tensors and the row sums.
 
-    Pass        row sums, statistics and mean value; derivatives at constant peak
-    Gradients   the gradients of a pass; itself differentiable once, tile by tile
+    Context       what surrounds a pass: does something differentiate it, does something see operators
+    Pass          the sums of every row, eagerly; derivatives at constant peak
+    TracedPass    the same by the operator partita::reduce, for what traces or transforms a pass
+    Gradients     the gradients of a pass, itself differentiable once, tile by tile
+    FastPath      a result with a way of its own back, as a scalar whose gradients are made in the forward pass
 
-The operators `partita::reduce` and `partita::reduce_backward` hide the backend, so that torch.compile sees one node and
-a profiler one name; where nobody looks they are left out. While tracing the first is called as it is: it brings its own
-derivative, by the same formulas. Checks of values, which a tracer cannot make, are made when it runs.
+An operator has no optional results: one that is not wanted is an empty tensor.
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
+from torch.autograd import forward_ad
 
-from partita.engine import backends
-from partita.engine.backends import tiled
-from partita.engine.request import Request, check_values
-from partita.engine.state import Stats, raw_gradients
-from partita.engine.sums import OPERANDS, Sums, Upstream
-from partita.engine.terms import pack, unpack
+from partita.engine import operators
+from partita.engine.axes import mapped_first
+from partita.engine.backends import Backend, choose, tiled
+from partita.engine.callable_score import parameter_names, written_out
+from partita.engine.request import Bare, Request, check_values
+from partita.engine.state import SumGrads, raw_gradients
+from partita.engine.sums import OPERANDS, Sums
+from partita.errors import BackendError
+from partita.exactness import as_forward, in_exact_rows
 from partita.precision import no_autocast
 
 __all__ = [
-    "OPERANDS_SCHEMA", "PLAN_SCHEMA", "Gradients", "Pass", "Plan", "assemble", "backward", "flat", "forward",
-    "gradients", "keep", "known_signature", "raw_upstream", "read", "reduce", "results",
+    "Context", "FastPath", "Gradients", "Pass", "TracedPass", "backward", "computed_ahead", "forward", "pulled_back",
+    "recomputed", "reduce", "serving_alone", "traceable", "traced",
 ]  # fmt: skip
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the operands in `Gradients`
-_ABSENT = 0  # the size of an output that was not asked for: an operator has no optional results
+_ORDINARY = (Tensor, torch.nn.Parameter)
+Tensors = Sequence["Tensor | None"]
 
 
-def forward(request: Request, backend: str = "") -> Sums:
+class Context(NamedTuple):
+    """What surrounds a pass."""
+
+    needs_grad: bool  # autograd, a transform or forward mode
+    traced: bool  # a tracer, a dispatch mode, a profiler or a tensor subclass sees operators
+
+    @staticmethod
+    def of(tensors: Tensors) -> Context:
+        if torch.compiler.is_compiling():  # the operator brings its own derivative
+            return Context(False, True)
+        recorded, ordinary, grad = False, True, torch.is_grad_enabled()
+        for t in tensors:  # a plain loop: most calls are short
+            if t is not None:
+                recorded = recorded or (grad and t.requires_grad)
+                ordinary = ordinary and type(t) in _ORDINARY and not t.is_meta  # meta: shapes alone
+        # forward mode too counts: the Function has no such derivative and raises, where a backend would lose it
+        transforms = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        return Context(
+            recorded or transforms,
+            transforms
+            or torch._C._len_torch_dispatch_stack() != 0
+            or torch._C._get_tracing_state() is not None
+            or torch._C._autograd._profiler_enabled()
+            or not ordinary,
+        )
+
+
+def forward(request: Request, backend: Backend | None = None) -> Sums:
     """The pass by a backend, without a graph."""
+    entry = choose(request) if backend is None else backend
     with no_autocast(request.query), torch.no_grad():
-        sums = backends.choose(request, backend).forward(request)
-        if request.extremes and sums.places is None:  # a backend may leave the ends of a row to the tiles
-            ends = tiled.forward(replace(request, value=None, target=None, rank=False, statistics=False, mean=False))
-            sums = sums._replace(least=ends.least, places=ends.places)
-        return sums.without_variance() if request.level == 1 else sums
+        sums = entry.forward(request)
+        if sums is None:
+            sums = tiled.forward(request)
+        if request.argmax and sums.argmax is None:  # a backend may leave the best key to the tiles
+            best = tiled.forward(replace(request, value=None, target=None, rank=False, statistics=False, mean=False))
+            sums = sums._replace(argmax=best.argmax)
+        return sums if request.variance or not request.statistics else sums.without_variance()
 
 
 def backward(
-    request: Request, peak: Tensor, upstream: Upstream, needs: Sequence[bool], backend: str = ""
+    request: Request, peak: Tensor, g: SumGrads, needs: Sequence[bool], backend: Backend | None = None
 ) -> dict[str, Tensor]:
-    """Gradients of the operands that need one, by their names, in the accumulation dtype; without a graph."""
+    """Gradients of the operands that need one, by their names; without a graph."""
+    entry = choose(request) if backend is None else backend
     with no_autocast(request.query), torch.no_grad():
-        return backends.choose(request, backend).backward(request, peak, upstream, needs)
+        grads = entry.backward(request, peak, g, needs)
+        return tiled.backward(request, peak, g, needs) if grads is None else grads
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What of a request is no tensor, and so does not change under transformations."""
+def traceable(request: Request) -> Request:
+    """Under tracing or functorch, scores given by a callable are materialised."""
+    if request.pairs is None:
+        return request
+    compiling = torch.compiler.is_compiling()
+    looked_at = compiling or (Context.of(request.tensors()).traced and not torch._C._autograd._profiler_enabled())
+    return written_out(request) if looked_at else request
 
-    layout: list[int]  # of the support's terms
-    softcap: float | None
-    cap_bias: bool
-    rank: bool
-    statistics: bool
-    mean: bool
-    backend: str  # "": chosen when the pass runs, since it is not known while tracing
-    extremes: bool = False
-    variance: bool = True
+
+# ---- a pass that autograd records -----------------------------------------------------------------------------------
+
+
+def reduce(request: Request, backend: Backend, tensors: Tensors | None = None) -> Sums:
+    """The pass, recorded by autograd; `tensors` are the request's, where they are at hand."""
+    found: list[Sums] = []
+    out = Pass.apply(request, backend, found, *(request.tensors() if tensors is None else tensors))  # type: ignore[no-untyped-call]
+    mass, first, spread, statistics, moment, mean, score = out
+    s = found[0]
+    return Sums(s.peak, mass, s.count, first, spread, statistics, moment, mean, score, s.rank, s.argmax, mass.grad_fn)
+
+
+class Pass(torch.autograd.Function):
+    """The sums of a pass that have a derivative; `found` gets all of them."""
 
     @staticmethod
-    def of(request: Request, backend: str) -> tuple[Plan, tuple[Tensor | None, ...]]:
-        """The plan, and all tensors of the request."""
-        support, layout = pack(request.terms)
-        r = request
-        plan = Plan(layout, r.softcap, r.cap_bias, r.rank, r.statistics, r.mean, backend, r.extremes, r.variance)
-        return plan, (r.query, r.key, r.value, r.scale, r.bias, r.target, *support)
+    def forward(
+        ctx: Any, request: Request, backend: Backend, found: list[Sums], *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        sums = forward(request, backend)
+        found.append(sums)
+        ctx.bare, ctx.backend, ctx.exact = request.bare(), backend, in_exact_rows()
+        ctx.set_materialize_grads(False)
+        # in float64: a backend that works in other units must find the very peak again that its sums are relative to
+        ctx.save_for_backward(*tensors, sums.peak.double(), sums.mass, sums.first, sums.spread, sums.mean)
+        return sums.mass, sums.first, sums.spread, sums.statistics, sums.moment, sums.mean, sums.target_score
 
-    def options(self) -> tuple[list[int], float | None, bool, bool, bool, bool, str, bool, bool]:
-        flags = (self.cap_bias, self.rank, self.statistics, self.mean)
-        return self.layout, self.softcap, *flags, self.backend, self.extremes, self.variance
-
-    def request(self, tensors: Sequence[Tensor | None]) -> Request:
-        """The request these tensors belong to."""
-        query, key, value, scale, bias, target, *support = tensors
-        terms = unpack([t for t in support if t is not None], self.layout)
-        assert query is not None
-        assert key is not None
-        assert scale is not None
-        return Request(
-            query, key, value, scale, bias, target, terms, self.softcap, self.cap_bias,
-            rank=self.rank, statistics=self.statistics, variance=self.variance, mean=self.mean,
-            extremes=self.extremes,
-        )  # fmt: skip
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
+        bare, needed = ctx.bare, ctx.needs_input_grad[3:]
+        if bare.pairs is not None and torch.is_grad_enabled():
+            return (None, None, None, *_written_out(bare, tensors, needed, grads))
+        with as_forward(ctx.exact):
+            found = pulled_back(bare, tensors, needed, (peak, mass, first, spread, mean), grads, ctx.backend)
+        return (None, None, None, *found)
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-def results(sums: Sums) -> tuple[Tensor | None, ...]:
-    """The fields of the sums, for a function with a derivative."""
-    # in float64: a backend that works in other units must find the very peak again that its sums are relative to
-    return sums.peak.double(), *sums[1:12]
-
-
-def flat(sums: Sums) -> tuple[Tensor, ...]:
-    """The same for an operator: an absent one is empty, and each lies in memory as its shape says."""
-    whole = ("rank", "places")
-    return tuple(
-        sums.mass.new_empty(_ABSENT, dtype=torch.int64 if name in whole else None) if x is None else x.contiguous()
-        for name, x in zip(Sums._fields, results(sums), strict=False)
-    )
-
-
-def assemble(out: Sequence[Tensor | None], request: Request, node: Any = None) -> Sums:
-    """The same record again."""
-    peak, mass, count, first, spread, statistics, moment, mean, score, rank, least, places = out
+def pulled_back(
+    bare: Bare,
+    tensors: Tensors,
+    needed: Sequence[bool],
+    sums: Tensors,  # peak, mass, first, spread and mean, as the pass gave them
+    grads: Tensors,  # of mass, first, spread, statistics, moment, mean and the target's score
+    backend: Backend | str,  # its name where the pass is traced
+    gradients: Callable[..., Sequence[Tensor]] | None = None,  # what makes them; None: the backend, or `Gradients`
+) -> list[Tensor | None]:
+    """Gradients of the tensors from those of a pass's results."""
+    out: list[Tensor | None] = [None] * len(tensors)
+    if not [1 for g in grads if g is not None]:
+        return out
+    peak, mass, first, spread, mean = sums
+    g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target = grads
     assert peak is not None
     assert mass is not None
-    assert count is not None
-    there = request.statistics
-    valued, aimed = request.value is not None, request.target is not None
-    return Sums(
-        peak,
+    level = 1 + bare.variance if bare.statistics else 0
+    g = raw_gradients(
         mass,
-        count,
-        first if there else None,
-        spread if request.level > 1 else None,
-        statistics if there else None,
-        moment if valued and not request.mean else None,
-        mean if valued and request.mean else None,
-        score if aimed else None,
-        rank if aimed and request.rank else None,
-        least if request.extremes else None,
-        places if request.extremes else None,
-        node,
+        first if level > 0 else None,
+        spread if level > 1 else None,
+        mean,
+        g_mass=g_mass,
+        g_first=g_first if level > 0 else None,
+        g_spread=g_spread if level > 1 else None,
+        g_stats=g_stats,
+        g_mean=g_mean if bare.mean else None,
+        g_moment=None if bare.mean or tensors[2] is None else g_moment,
+        g_target=None if tensors[5] is None else g_target,
     )
-
-
-OPERANDS_SCHEMA = (
-    "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
-)
-PLAN_SCHEMA = (
-    "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool mean, str backend, bool extremes, "
-    "bool variance"
-)
-_GIVEN = "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target"
-
-library.define("partita::reduce", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}) -> ({', '.join(['Tensor'] * 12)})")
-library.define("partita::reduce_backward", f"({OPERANDS_SCHEMA}, {PLAN_SCHEMA}, {_GIVEN}, bool[] needs) -> Tensor[]")
-
-
-def read(arguments: Sequence[Any]) -> tuple[Plan, tuple[Tensor | None, ...], Sequence[Any]]:
-    """The plan, the tensors of the request, and what follows them in an operator's arguments."""
-    operands, support, plan, rest = arguments[:6], arguments[6], arguments[7:16], arguments[16:]
-    layout, *options = plan
-    return Plan(list(layout), *options), (*operands, *support), rest
-
-
-@library.impl("partita::reduce", "CompositeExplicitAutograd")
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    plan, tensors, _ = read(arguments)
-    request = plan.request(tensors)
-    check_values(request)
-    return flat(forward(request, plan.backend))
-
-
-@library.register_fake("partita::reduce")  # type: ignore[untyped-decorator]
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    plan, tensors, _ = read(arguments)
-    r = plan.request(tensors)
-    rows = (*r.batch, r.n_query)
-    values = (*rows, 0 if r.value is None else r.value.shape[-1])
-    valued, aimed = r.value is not None, r.target is not None
-
-    def empty(there: bool, shape: tuple[int, ...] = rows, dtype: torch.dtype = r.dtype) -> Tensor:
-        return r.query.new_empty(shape if there else (_ABSENT,), dtype=dtype)
-
-    return (
-        empty(True, dtype=torch.float64),
-        empty(True),
-        empty(True),
-        empty(r.statistics),
-        empty(r.level > 1),
-        empty(r.statistics, (5, *rows)),
-        empty(valued and not r.mean, values),
-        empty(valued and r.mean, values),
-        empty(aimed),
-        empty(aimed and r.rank, dtype=torch.int64),
-        empty(r.extremes),
-        empty(r.extremes, (2, *rows), torch.int64),
-    )
-
-
-@library.impl("partita::reduce_backward", "CompositeExplicitAutograd")
-def _(*arguments: Any) -> list[Tensor]:
-    plan, tensors, (*rows, needs) = read(arguments)
-    return _wanted(plan, tensors, rows, needs)
-
-
-@library.register_fake("partita::reduce_backward")  # type: ignore[untyped-decorator]
-def _(*arguments: Any) -> list[Tensor]:
-    _, tensors, (*_, needs) = read(arguments)
-    return [t.new_empty(t.shape) for t, needed in zip(tensors[:5], needs, strict=True) if needed and t is not None]
-
-
-def reduce(plan: Plan, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The pass as an operator, which whoever looks can see."""
-    out: tuple[Tensor, ...] = torch.ops.partita.reduce(*tensors[:6], tensors[6:], *plan.options())
+    own = len(bare.pairs.names) if bare.pairs is not None else 0  # a score's parameters are operands too, the last ones
+    places = [*range(len(OPERANDS)), *range(len(tensors) - own, len(tensors))]
+    needs = [tensors[i] is not None and needed[i] for i in places]
+    if isinstance(backend, str) or torch.is_grad_enabled():
+        make = Gradients.apply if gradients is None else gradients
+        made = make(bare, needs, backend, *tensors, peak, *g)
+        for i, grad in zip([i for i, need in zip(places, needs, strict=True) if need], made, strict=True):
+            out[i] = grad
+        return out
+    total = backward(bare.over(tensors), peak, g, needs, backend)
+    for i, name in zip(places, (*OPERANDS, *parameter_names(own)), strict=True):
+        tensor, grad = tensors[i], total.get(name)
+        if tensor is not None and grad is not None:
+            out[i] = grad if grad.dtype == tensor.dtype else grad.to(tensor.dtype)
     return out
 
 
-def _wanted(
-    plan: Plan, tensors: Sequence[Tensor | None], rows: Sequence[Tensor | None], needs: Sequence[bool]
-) -> list[Tensor]:
+class Gradients(torch.autograd.Function):
+    """Gradients of the operands that need one, by a backend or by the operator; differentiable once."""
+
+    @staticmethod
+    @operators.known_signature
+    def forward(bare: Bare, needs: list[bool], backend: Backend | str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        if not isinstance(backend, str):
+            return tuple(_gradients(bare, needs, backend, tensors))
+        given = operators.arguments_of(bare, tensors[:-_ROWS], backend)
+        return tuple(torch.ops.partita.reduce_backward(*given, *tensors[-_ROWS:], needs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.bare, ctx.needs, _, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, *_second_order(ctx.bare, ctx.needs, ctx.saved_tensors, above))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], bare: Bare, needs: list[bool], backend: str, *tensors: Tensor | None
+    ) -> tuple[Any, Any]:
+        moved = [mapped_first(t, d, info.batch_size) for t, d in zip(tensors, in_dims[3:], strict=True)]
+        out = Gradients.apply(bare, needs, backend, *moved)  # type: ignore[no-untyped-call]
+        return out, tuple(0 for _ in out)
+
+
+_ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the tensors in `Gradients`
+
+
+def _gradients(bare: Bare, needs: Sequence[bool], backend: Backend | None, tensors: Tensors) -> list[Tensor]:
     """The gradients that are needed, each in the dtype of its operand."""
-    request = plan.request(tensors)
-    peak, mass, first, second, moment, target = rows
+    request, (peak, *rows) = bare.over(tensors[:-_ROWS]), tensors[-_ROWS:]
     assert peak is not None
-    assert mass is not None
-    g = Upstream.over((*request.batch, request.n_query), mass, first, second, moment, target)
-    total = backward(request, peak, g, tuple(needs), plan.backend)
+    total = backward(request, peak, SumGrads(*rows).over((*request.batch, request.n_query)), needs, backend)  # type: ignore[arg-type]
     return [
         total[name].to(t.dtype).contiguous()
-        for name, t in zip(OPERANDS, tensors[:5], strict=True)
+        for name, t in zip(OPERANDS, tensors, strict=False)
         if name in total and t is not None
     ]
 
 
-# ---- derivatives ----------------------------------------------------------------------------------------------------
+def _second_order(bare: Bare, needs: Sequence[bool], tensors: Tensors, above: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of all that `Gradients` is given, from those of its results."""
+    request = replace(bare.over(tensors[:-_ROWS]), rank=False, mean=False)
+    peak, *rows = tensors[-_ROWS:]
+    assert peak is not None
+    names = [name for name, needed in zip(OPERANDS, needs, strict=True) if needed]
+    wanted = {name: grad.to(request.dtype) for name, grad in zip(names, above, strict=True)}
+    given = SumGrads(*rows)  # type: ignore[arg-type]
+    back = tiled.second_order(request, peak, given.over((*request.batch, request.n_query)), wanted)
+    out: list[Tensor | None] = [None] * len(tensors)
+    for i, name in enumerate(OPERANDS):
+        tensor = tensors[i]
+        if name in back and tensor is not None:
+            out[i] = back[name].to(tensor.dtype)
+    for i, (name, tensor) in enumerate(given._asdict().items()):
+        if tensor is not None and "g_" + name in back:
+            out[len(tensors) - _ROWS + 1 + i] = back["g_" + name].sum_to_size(tensor.shape)
+    return out
 
 
-def known_signature(forward: F) -> F:
-    """For a Function with `setup_context`: torch reads the signature at every call, longer than a short pass takes.
+def _written_out(bare: Bare, tensors: Tensors, needed: Sequence[bool], grads: Tensors) -> list[Tensor | None]:
+    """As `pulled_back`, for a score that is a function of tiles: differentiable, with all scores written out."""
 
-    Written down once, it is found and not made.
-    """
-    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    return forward
+    def again(*given: Tensor | None) -> tuple[Tensor | None, ...]:
+        request = written_out(bare.over(given))
+        s = reduce(request, choose(request))
+        return s.mass, s.first, s.spread, s.statistics, s.moment, s.mean, s.target_score
 
-
-class Pass(torch.autograd.Function):
-    """All results of a pass; without its request as an operator, which whoever looks can see."""
-
-    @staticmethod
-    @known_signature
-    def forward(plan: Plan, request: Request | None, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return reduce(plan, tensors) if request is None else results(forward(request, plan.backend))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        plan, request, *tensors = inputs
-        _remember(ctx, plan, tensors, output)
-        ctx.seen = request is None  # operators are looked at
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = _pulled_back(ctx, ctx.needs_input_grad[2:], grads)
-        return (None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - len(found)))
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], plan: Plan, request: Request | None, *tensors: Tensor | None
-    ) -> tuple[Any, Any]:
-        moved = [_batched(t, d) for t, d in zip(tensors, in_dims[2:], strict=True)]
-        out = list(Pass.apply(plan, None, *moved))  # type: ignore[no-untyped-call]
-        for i in (5, 11):  # statistics and places: the mapped dimension first here too
-            out[i] = out[i].movedim(0, 1) if out[i].dim() > 1 else out[i]
-        return tuple(out), tuple(None if t.dim() == 1 and t.shape[0] == 0 else 0 for t in out)
+    return recomputed(again, tensors, needed, grads)
 
 
-def _remember(ctx: Any, plan: Plan, tensors: Sequence[Tensor | None], output: tuple[Tensor | None, ...]) -> None:
-    ctx.plan = plan
-    keep(ctx, tensors, output)
+def recomputed(
+    function: Callable[..., Any], tensors: Tensors, needed: Sequence[bool], grads: Tensors
+) -> list[Tensor | None]:
+    """Gradients of the tensors through a function that is run again."""
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given = [
+            t
+            if t is None or not t.is_floating_point()
+            else t.view_as(t)
+            if create  # one tensor may be two operands, each with a gradient of its own
+            else t.detach().requires_grad_(need)
+            for t, need in zip(tensors, needed, strict=True)
+        ]
+        wanted = [t for t, need in zip(given, needed, strict=True) if t is not None and need]
+        made = function(*given)
+        pairs = [(x, g) for x, g in zip(made if isinstance(made, tuple) else (made,), grads, strict=True)
+                 if x is not None and g is not None and x.requires_grad]  # fmt: skip
+        results, above = [x for x, _ in pairs], [g for _, g in pairs]
+        found = iter(torch.autograd.grad(results, wanted, above, create_graph=create, allow_unused=True))
+    return [next(found) if t is not None and need else None for t, need in zip(given, needed, strict=True)]
 
 
-def keep(ctx: Any, tensors: Sequence[Tensor | None], output: tuple[Tensor | None, ...]) -> None:
-    """What the gradients of a pass are made from: its operands, then peak, mass, first, spread and mean value."""
-    peak, mass, count, first, spread, _, _, mean, _, *whole = output
-    ctx.mark_non_differentiable(*(x for x in (peak, count, *whole) if x is not None))
+# ---- the pass as an operator ----------------------------------------------------------------------------------------
+
+_ABSENT = 0  # the size of a result that is not wanted
+_RESULTS = Sums._fields[:-1]  # all but the node
+_INDICES = ("rank", "argmax")
+library.define(
+    "partita::reduce", f"({operators.OPERANDS}, {operators.FLAGS}) -> ({', '.join(['Tensor'] * len(_RESULTS))})"
+)
+_GIVEN = "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target, bool[] needs"
+library.define("partita::reduce_backward", f"({operators.OPERANDS}, {operators.FLAGS}, {_GIVEN}) -> Tensor[]")
+
+
+@library.impl("partita::reduce", "CompositeExplicitAutograd")
+def _(*given: Any) -> tuple[Tensor, ...]:
+    bare, tensors, backend, _ = operators.read(given)
+    request = bare.over(tensors)
+    check_values(request)
+    sums = forward(request, operators.entry(backend))
+    sums = sums._replace(peak=sums.peak.double())
+    return tuple([_result(sums, name) for name in _RESULTS])
+
+
+def _result(sums: Sums, name: str) -> Tensor:
+    """In memory of its own, as large as its shape: an operator's results may not share one."""
+    x: Tensor | None = getattr(sums, name)
+    if x is None:
+        return sums.mass.new_empty(_ABSENT, dtype=torch.int64 if name in _INDICES else None)
+    alone = x.untyped_storage().nbytes() == x.numel() * x.itemsize
+    return x.contiguous() if alone else x.clone(memory_format=torch.contiguous_format)
+
+
+def _wanted(r: Request) -> tuple[bool, ...]:
+    """Which results of a request there are, in the order of `_RESULTS`."""
+    valued, aimed, some = r.value is not None, r.target is not None, r.statistics
+    return (
+        True, True, True, some, r.level > 1, some, valued and not r.mean, valued and r.mean, aimed, aimed and r.rank,
+        r.argmax,
+    )  # fmt: skip
+
+
+@library.register_fake("partita::reduce")  # type: ignore[untyped-decorator]
+def _(*given: Any) -> tuple[Tensor, ...]:
+    bare, tensors, _, _ = operators.read(given)
+    r = bare.over(tensors)
+    rows = (*r.batch, r.n_query)
+    values = (*rows, 0 if r.value is None else r.value.shape[-1])
+    shapes = {"statistics": (5, *rows), "moment": values, "mean": values}
+    dtypes = {"peak": torch.float64, **dict.fromkeys(_INDICES, torch.int64)}
+    return tuple(
+        r.query.new_empty(shapes.get(name, rows) if there else (_ABSENT,), dtype=dtypes.get(name, r.dtype))
+        for name, there in zip(_RESULTS, _wanted(r), strict=True)
+    )
+
+
+def traced(request: Request, backend: str, *, node: bool = True) -> Sums:
+    """The pass by the operator, with its derivative; without `node` for a graph, which has none."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        made: tuple[Tensor, ...] = TracedPass.apply(request.bare(), backend, *request.tensors())  # type: ignore[no-untyped-call]
+    else:
+        made = torch.ops.partita.reduce(*operators.arguments(request, backend))
+    there = [x if wanted else None for x, wanted in zip(made, _wanted(request), strict=True)]
+    return Sums._make([*there, made[1].grad_fn if node else None])
+
+
+def _keep(ctx: Any, tensors: Tensors, out: Sequence[Tensor]) -> None:
+    peak, mass, count, first, spread, _, _, mean, _, *whole = out
+    ctx.mark_non_differentiable(peak, count, *whole)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
 
 
-def raw_upstream(
-    level: int, mean: bool, sums: Sequence[Any], grads: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...] | None:
-    """Gradients of mass, first, second, moment and the target's score from those of a pass's results; None if none.
-
-    sums: mass, first, spread and mean value, as the pass gave them.
-    """
-    mass, first, spread, mean_value = sums
-    _, g_mass, _, g_first, g_spread, g_stats, g_moment, g_mean, g_target, *_ = grads
-    if all(g is None for g in (g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target)):
-        return None
-    by_name = {} if g_stats is None else dict(zip(Stats._fields, g_stats.unbind(), strict=False))
-    raw = raw_gradients(
-        mass,
-        first if level > 0 else None,
-        spread if level > 1 else None,
-        mean_value,
-        g_mass=g_mass,
-        g_first=g_first if level > 0 else None,
-        g_spread=g_spread if level > 1 else None,
-        g_mean=g_mean if mean else None,
-        g_log_partition=by_name.get("log_partition"),
-        g_entropy=by_name.get("entropy"),
-        g_mean_score=by_name.get("mean_score"),
-        g_variance=by_name.get("score_variance") if level > 1 else None,
-    )
-    return raw.mass, raw.first, raw.second, raw.moment if mean else g_moment, g_target
-
-
-def _pulled_back(ctx: Any, needed: Sequence[bool], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """Gradients of query, key, value, scale and bias from those of a pass's results."""
-    plan = ctx.plan
+def _back(ctx: Any, needed: Sequence[bool], grads: Tensors) -> list[Tensor | None]:
     *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
-    rows = raw_upstream(1 + plan.variance if plan.statistics else 0, plan.mean, (mass, first, spread, mean), grads)
-    if rows is None:
-        return [None] * len(OPERANDS)
-    *of_rows, moment, g_target = rows
-    moment = None if tensors[2] is None else moment
-    target = None if tensors[5] is None else g_target
-    needs = [t is not None and need for t, need in zip(tensors[:5], needed, strict=False)]
-    given = (*tensors, peak, *of_rows, moment, target)
-    found = iter(Gradients.apply(plan, needs, ctx.seen, *given))  # type: ignore[no-untyped-call]
-    return [next(found) if need else None for need in needs]
+    _, g_mass, _, *above, _, _ = grads
+    return pulled_back(ctx.bare, tensors, needed, (peak, mass, first, spread, mean), (g_mass, *above), ctx.backend)
 
 
 def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    plan, tensors, _ = read(inputs)
-    _remember(ctx, plan, tensors, output)
-    ctx.seen = True
+    ctx.bare, tensors, ctx.backend, _ = operators.read(inputs)
+    ctx.many = len(inputs[6])
+    _keep(ctx, tensors, output)
 
 
 def _operator_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    """As `Pass.backward`, in the shape of the operator's arguments: a list where they have one."""
-    query, key, value, scale, bias, target, support, layout, *options = ctx.needs_input_grad
-    found = _pulled_back(ctx, (query, key, value, scale, bias), grads)
-    none = [None if not isinstance(x, list) else [None] * len(x) for x in (target, support, layout, *options)]
-    return (*found, *none)
+    """In the shape of the operator's arguments: a list where they have one."""
+    operands, rest = ctx.needs_input_grad[:5], ctx.needs_input_grad[5:]
+    found = _back(ctx, (*operands, False, *[False] * ctx.many), grads)
+    return (*found[:5], *[[None] * len(x) if isinstance(x, list) else None for x in rest])
 
 
 library.register_autograd("partita::reduce", _operator_backward, setup_context=_setup_operator)
 
 
-def _batched(tensor: Tensor | None, dim: int | None, size: int | None = None) -> Tensor | None:
-    """The mapped dimension first; a tensor without one broadcasts, or is spread to `size`."""
-    if tensor is None:
-        return None
-    if dim is not None:
-        return tensor.movedim(dim, 0)
-    return tensor.unsqueeze(0) if size is None else tensor.unsqueeze(0).expand(size, *tensor.shape)
-
-
-def gradients(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Those that are needed; as an operator where somebody looks."""
-    given, rows = tensors[:-_ROWS], tensors[-_ROWS:]
-    if not seen:
-        return tuple(_wanted(plan, given, rows, needs))
-    return tuple(torch.ops.partita.reduce_backward(*given[:6], given[6:], *plan.options(), *rows, needs))
-
-
-class Gradients(torch.autograd.Function):
-    """Gradients of the operands that need one; itself differentiable once."""
+class TracedPass(torch.autograd.Function):
+    """The operator under torch.func, which takes no operator's own derivative."""
 
     @staticmethod
-    @known_signature
-    def forward(plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return gradients(plan, needs, seen, *tensors)
+    @operators.known_signature
+    def forward(bare: Bare, backend: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        out: tuple[Tensor, ...] = torch.ops.partita.reduce(*operators.arguments_of(bare, tensors, backend))
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.plan, ctx.needs, _, *tensors = inputs
+        ctx.bare, ctx.backend, *tensors = inputs
+        _keep(ctx, tensors, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *_back(ctx, ctx.needs_input_grad[2:], grads))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], bare: Bare, backend: str, *tensors: Tensor | None) -> tuple[Any, Any]:
+        moved = [mapped_first(t, d) for t, d in zip(tensors, in_dims[2:], strict=True)]
+        out = list(TracedPass.apply(bare, backend, *moved))  # type: ignore[no-untyped-call]
+        out[5] = out[5].movedim(0, 1) if out[5].dim() > 1 else out[5]  # statistics: the mapped dimension first here too
+        return tuple(out), tuple(None if t.dim() == 1 and t.shape[0] == 0 else 0 for t in out)
+
+
+@library.impl("partita::reduce_backward", "CompositeExplicitAutograd")
+def _(*given: Any) -> list[Tensor]:
+    bare, tensors, backend, (*rows, needs) = operators.read(given)
+    return _gradients(bare, needs, operators.entry(backend), (*tensors, *rows))
+
+
+@library.register_fake("partita::reduce_backward")  # type: ignore[untyped-decorator]
+def _(*given: Any) -> list[Tensor]:
+    _, tensors, _, (*_, needs) = operators.read(given)
+    return [t.new_empty(t.shape) for t, needed in zip(tensors[:5], needs, strict=True) if needed and t is not None]
+
+
+# ---- kernels that need fewer products than a pass and its backward ------------------------------------------------
+
+# from the tensors, which of them need a gradient, and the upstream gradients; None where a kernel gives up
+Back = Callable[[Tensors, Sequence[bool], Tensors], "Tensors | None"]
+
+
+class FastPath(torch.autograd.Function):
+    """A result with a way of its own back; `again`, the ordinary pass, where that gives up or is differentiated.
+
+    make(needs) gives the results and a `Back`, or None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, make: Callable[[Sequence[bool]], Any], again: Callable[..., Any], *tensors: Tensor | None
+    ) -> Any:
+        found = make(ctx.needs_input_grad[2:])
         ctx.save_for_backward(*tensors)
+        ctx.again, ctx.exact = again, in_exact_rows()
+        out, ctx.back = (again(*tensors), None) if found is None else found
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        request = replace(ctx.plan.request(tensors[:-_ROWS]), rank=False, mean=False)
-        peak, *given = tensors[-_ROWS:]
-        g = Upstream.over((*request.batch, request.n_query), *given)
-        names = [name for name, needed in zip(OPERANDS, ctx.needs, strict=True) if needed]
-        wanted = {name: grad.to(request.dtype) for name, grad in zip(names, above, strict=True)}
-        operands, rows = tiled.second_order(request, peak, g, wanted)
-        out: list[Tensor | None] = [None] * len(tensors)
-        for i, name in enumerate(OPERANDS):
-            if name in operands and tensors[i] is not None:
-                out[i] = operands[name].to(tensors[i].dtype)
-        for i, name in enumerate(("mass", "first", "second", "moment", "target")):
-            if given[i] is not None and name in rows:
-                out[len(tensors) - _ROWS + 1 + i] = rows[name].sum_to_size(given[i].shape)
-        return (None, None, None, *out)
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        with as_forward(ctx.exact):
+            found = None if ctx.back is None or torch.is_grad_enabled() else ctx.back(tensors, needs, g)
+            return (None, None, *(recomputed(ctx.again, tensors, needs, g) if found is None else found))
 
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], plan: Plan, needs: list[bool], seen: bool, *tensors: Tensor | None
-    ) -> tuple[Any, Any]:
-        size = info.batch_size
-        moved = [_batched(t, d, size) for t, d in zip(tensors, in_dims[3:], strict=True)]
-        out = Gradients.apply(plan, needs, True, *moved)  # type: ignore[no-untyped-call]
-        return out, tuple(0 for _ in out)
+
+def computed_ahead(total: Tensor, *found: tuple[Tensors, dict[str, Tensor]]) -> tuple[Tensor, Back]:
+    """For a loss sum_i weight_i x_i of the weights and requests' tensors: gradients computed in the forward pass."""
+    kept: list[list[Tensor | None]] = [[None]]
+    for tensors, grads in found:
+        kept[0] += [*[grads.get(name) for name in OPERANDS], *[None] * (len(tensors) - len(OPERANDS))]
+
+    def back(_: Tensors, needs: Sequence[bool], above: Tensors) -> Tensors | None:
+        # given away, not copied: the gradient of a vocabulary is the largest tensor here. A second backward through a
+        # retained graph recomputes. A scalar that is differentiated itself has g = 1, which saves a pass over memory.
+        (g,) = above
+        assert g is not None
+        if not kept:
+            return None
+        one = g.is_cpu and float(g) == 1.0
+        return [x if x is None or one else x.mul_(g) for x in kept.pop()]
+
+    return total, back
+
+
+def serving_alone(operands: Tensors, request: Request, other: Request | None = None) -> Backend | None:
+    """The backend whose kernels of losses serve, where a gradient and nothing else is wanted."""
+    context = Context.of(operands)
+    if context.traced or not context.needs_grad:
+        return None
+    with contextlib.suppress(BackendError):
+        return choose(request, "", other, loss=True)
+    return None

@@ -1,4 +1,4 @@
-"""Batch dimensions in canonical form: as many on every tensor, of size 1 where it broadcasts.
+"""Batch dimensions in canonical form: the same number on every tensor, of size 1 where it broadcasts.
 
 `tail` is how many dimensions follow them: 1 for a vector over rows or keys, 2 for a matrix.
 """
@@ -11,30 +11,39 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["Sides", "align", "cut_entries", "offsets", "split_heads"]
+__all__ = ["align", "cut_entries", "is_mapped", "mapped_first", "offsets", "split_heads"]
 
 _CACHED = 4096  # entries of an offset table that is kept for the next call
-
-
-class Sides:
-    """Abstract: whatever holds queries (..., n_query, dim) and keys (..., n_key, dim)."""
-
-    query: Tensor
-    key: Tensor
-
-    @property
-    def n_query(self) -> int:
-        return self.query.shape[-2]
-
-    @property
-    def n_key(self) -> int:
-        return self.key.shape[-2]
 
 
 def align(tensor: Tensor, n_batch: int, tail: int) -> Tensor:
     """Left-pad the batch dimensions with ones up to n_batch."""
     missing = n_batch + tail - tensor.dim()
     return tensor.view(*[1] * missing, *tensor.shape) if missing > 0 else tensor
+
+
+def mapped_first(tensor: Tensor | None, dim: int | None, size: int | None = None) -> Tensor | None:
+    """The dimension that vmap maps first; a tensor without one broadcasts, or is spread to `size`."""
+    if tensor is None:
+        return None
+    if dim is not None:
+        return tensor.movedim(dim, 0)
+    return tensor.unsqueeze(0) if size is None else tensor.unsqueeze(0).expand(size, *tensor.shape)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether vmap has hidden a dimension of it, under other transforms perhaps: what holds for one holds for no if.
+
+    While compiling this is False: a tracer cannot look, and a graph sees operators with batching rules of their own.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def split_heads(tensor: Tensor, tail: int, groups: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The other margin as a torch operator, and its derivative.
+"""Attention received per key (column sums) as a torch operator, and its derivative.
 
     received_j = sum_i weight_i p(j|i)
 
@@ -8,102 +8,117 @@ value of g, which an ordinary pass gives, and the gradient of a weight is that m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, library
 
-from partita.engine import backends
-from partita.engine.autograd import Gradients, Pass, Plan, assemble, gradients, known_signature, reduce
-from partita.engine.request import Request
-from partita.engine.state import divided, raw_gradients
-from partita.engine.sums import OPERANDS
+from partita.engine import autograd, backends, operators
+from partita.engine.autograd import Context, Gradients, traceable
+from partita.engine.backends import Backend, tiled
+from partita.engine.request import Bare, Request
+from partita.engine.state import divided
 from partita.precision import no_autocast
 
-__all__ = ["Received", "columns"]
+__all__ = ["Received", "received"]
 
 library.define(
     "partita::received",
-    "(Tensor query, Tensor key, Tensor scale, Tensor? bias, Tensor[] support, int[] layout, float? softcap, "
-    "bool cap_bias, str backend, Tensor peak, Tensor weight, bool shared) -> Tensor",
+    f"({operators.OPERANDS}, {operators.FLAGS}, Tensor peak, Tensor weight, bool shared) -> Tensor",
 )
 
 
-def columns(request: Request, backend: str, peak: Tensor, weight: Tensor, shared: bool) -> Tensor:  # (*b, K)
+def received(request: Request, peak: Tensor, mass: Tensor, weight: Tensor) -> Tensor:  # (*b, K)
+    """sum_i weight_i p(j|i), for the peak and mass of the rows that a pass gave; groups of queries add up."""
+    r, shared = traceable(request), request.groups > 1
+    tensors = r.tensors()
+    context = Context.of((*tensors, weight))
+    backend: Any = operators.named(r) if context.traced and r.pairs is None else backends.choose(r)
+    if not context.needs_grad and not context.traced:
+        out = _columns(r, backend, peak, divided(weight, mass), shared)
+    else:
+        out = operators.applied(Received, (r.bare(), backend, shared, peak, mass, weight), tensors)
+    return out.squeeze(-2) if shared else out
+
+
+def _columns(
+    request: Request, backend: Backend | None, peak: Tensor, weight: Tensor, shared: bool
+) -> Tensor:  # (*b, K)
     """sum_i weight_i exp(s_ij - peak_i) by a backend, without a graph."""
+    entry = backends.choose(request) if backend is None else backend
     with no_autocast(request.query), torch.no_grad():
-        return backends.choose(request, backend).column_sums(request, peak, weight, shared)
-
-
-def _request(arguments: Sequence[Any]) -> Request:
-    query, key, scale, bias, support, layout, softcap, cap_bias, backend = arguments[:9]
-    plan = Plan(list(layout), softcap, cap_bias, rank=False, statistics=False, mean=False, backend=backend)
-    return plan.request((query, key, None, scale, bias, None, *support))
+        found = None if entry.column_sums is None else entry.column_sums(request, peak, weight, shared)
+        return tiled.column_sums(request, peak, weight, shared, whole=entry.whole) if found is None else found
 
 
 @library.impl("partita::received", "CompositeExplicitAutograd")
-def _(*arguments: Any) -> Tensor:
-    return columns(_request(arguments), arguments[8], *arguments[9:])
+def _(*given: Any) -> Tensor:
+    bare, tensors, backend, rest = operators.read(given)
+    return _columns(bare.over(tensors), operators.entry(backend), *rest)
 
 
 @library.register_fake("partita::received")  # type: ignore[untyped-decorator]
-def _(*arguments: Any) -> Tensor:
-    request, shared = _request(arguments), arguments[11]
+def _(*given: Any) -> Tensor:
+    bare, tensors, _, (_, _, shared) = operators.read(given)
+    request = bare.over(tensors)
     batch = (*request.batch[:-1], 1) if shared else request.batch
     return request.scale.new_empty((*batch, request.n_key))
+
+
+def _mapped(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Tensor, int]:
+    return torch.ops.partita.received(*operators.mapped(info, in_dims, given)), 0
+
+
+library.register_vmap("partita::received", _mapped)
 
 
 class Received(torch.autograd.Function):
     """What each key receives; peak and mass are those of the rows, as a pass gave them."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    @known_signature
+    @operators.known_signature
     def forward(
-        plan: Plan,
-        request: Request | None,  # None: operators are looked at
+        bare: Bare,
+        backend: Backend | str,  # its name where the pass is traced
         shared: bool,
         peak: Tensor,
         mass: Tensor,
         weight: Tensor,
         *tensors: Tensor | None,
     ) -> Tensor:
-        share = divided(weight, mass)
-        if request is not None:
-            return columns(request, plan.backend, peak, share, shared)
-        query, key, _, scale, bias, _, *support = tensors
-        options = (plan.layout, plan.softcap, plan.cap_bias, plan.backend)
-        out: Tensor = torch.ops.partita.received(query, key, scale, bias, support, *options, peak, share, shared)
+        share, request = divided(weight, mass), bare.over(tensors)
+        if not isinstance(backend, str):
+            return _columns(request, backend, peak, share, shared)
+        out: Tensor = torch.ops.partita.received(*operators.arguments(request, backend), peak, share, shared)
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        plan, request, _, _, _, weight, *tensors = inputs
-        ctx.plan = replace(plan, statistics=False, mean=True)
-        ctx.seen = request is None
+        bare, ctx.backend, _, _, _, weight, *tensors = inputs
+        ctx.bare = bare._replace(statistics=False, mean=True)
         ctx.save_for_backward(weight, *tensors)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        plan, (weight, *tensors) = ctx.plan, ctx.saved_tensors
+        bare, backend, (weight, *tensors) = ctx.bare, ctx.backend, ctx.saved_tensors
         tensors[2] = g[..., None].to(tensors[0].dtype)
-        request = plan.request(tensors)
+        needed = list(ctx.needs_input_grad[5:])
+        needed[3] = False  # g, in the place of a value, has no gradient of its own here
+        if not isinstance(backend, str):
+
+            def mean(weight: Tensor, *given: Tensor | None) -> Tensor:
+                seen = autograd.reduce(bare.over(given), backend).mean
+                assert seen is not None
+                return (weight * seen[..., 0]).sum()
+
+            found = autograd.recomputed(mean, (weight, *tensors), needed, (torch.ones_like(weight.sum()),))
+            return (None, None, None, None, None, *found)
         compiling = torch.compiler.is_compiling()  # a compiled graph has no second derivative
-        if compiling:
-            out = reduce(plan, tensors)
-        else:
-            out = Pass.apply(plan, None if ctx.seen else request, *tensors)  # type: ignore[no-untyped-call]
-        sums = assemble(out, request)
+        sums = autograd.traced(bare.over(tensors), backend, node=not compiling)
         assert sums.mean is not None
-        raw = raw_gradients(sums.mass, mean=sums.mean, g_mean=weight[..., None])
-        needs = [t is not None and ctx.needs_input_grad[6 + i] for i, t in enumerate(tensors[:5])]
-        needs[OPERANDS.index("value")] = False
-        found: Any = iter(())
-        if any(needs):
-            given = (*tensors, sums.peak, raw.mass, None, None, raw.moment, None)
-            function = gradients if compiling else Gradients.apply
-            found = iter(function(plan, needs, ctx.seen or compiling, *given))
-        grads = [next(found) if needed else None for needed in needs]
-        of_weight = sums.mean[..., 0] if ctx.needs_input_grad[5] else None
-        return (None, None, None, None, None, of_weight, *grads, *(None for _ in tensors[5:]))
+        known, above = (sums.peak, sums.mass, None, None, sums.mean), (None,) * 5 + (weight[..., None], None)
+        make = Gradients.forward if compiling else None
+        found = autograd.pulled_back(bare, tensors, needed[1:], known, above, backend, make)
+        return (None, None, None, None, None, sums.mean[..., 0] if needed[0] else None, *found)

@@ -1,47 +1,52 @@
-"""What is wanted of a pass, in canonical form.
+"""What is wanted of a pass, in canonical form: checked once, laid out once for each geometry.
 
 Every tensor gets the same number of batch dimensions, of size 1 where it broadcasts, so that a backend, vmap and the
 gradient of a broadcast operand need no special case. Grouped queries become one more batch dimension in which key and
 value have size 1: keys are never repeated.
+
+`build` looks at shapes, dtypes and devices. What it finds (`Layout`) is remembered by them, so that a call whose like
+was seen before pays for its views alone. Values are looked at on the CPU only: a scale must be finite, a target must
+name a key.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.engine.axes import Sides, align, split_heads
-from partita.engine.disjoint import visible as visible_keys
-from partita.engine.terms import Term
+from partita.engine.axes import align
+from partita.engine.terms import Term, pack, unpack
+from partita.engine.terms import visible as visible_keys
 from partita.errors import DtypeError, ShapeError, ValueRangeError
-from partita.precision import accumulation_dtype, autocasts, output_dtype
+from partita.precision import accumulation_dtype, autocasts, lowered
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from partita.engine.pairs import Pairs
+    from partita.engine.callable_score import Pairs
     from partita.support import Support
 
-__all__ = ["Reads", "Request", "build", "check_values", "extend"]
+__all__ = ["Reads", "Request", "build", "check_values"]
 
 
 class Reads(TypedDict, total=False):
-    """What a pass shall find out; each is a field of a request, which says what it is and what it is unless given."""
+    """What a pass computes; each is a field of `Request`, where it is explained and has its default."""
 
     rank: bool
     statistics: bool
     variance: bool
     mean: bool
-    extremes: bool
+    argmax: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Request(Sides):
+@dataclass(eq=False, slots=True)
+class Request:
     query: Tensor  # (*b, Q, D)
     key: Tensor  # (*b, K, D)
     value: Tensor | None  # (*b, K, V)
@@ -54,16 +59,24 @@ class Request(Sides):
     groups: int = 1  # queries per key head; the last batch dimension was split by it
     rank: bool = False
     statistics: bool = True  # first and second moments of the score
-    variance: bool = True  # the second among them; whoever reads the entropy alone leaves it out
+    variance: bool = True  # the second among them; readers of the entropy alone leave it out
     mean: bool = False  # E[value] is wanted, not the moment it comes from
-    extremes: bool = False  # the smallest score, and where it and the largest stand
-    as_query: bool = False  # and may lie in memory as the query does, as torch's own attention gives it
+    argmax: bool = False  # the first key of the largest score
+    as_query: bool = False  # and may have the memory layout of the query, as torch's own attention has
     last: bool = False  # no backward pass follows, which would need the same scores to the last bit
     pairs: Pairs | None = None  # a score that is no inner product
 
     @property
+    def n_query(self) -> int:
+        return self.query.shape[-2]
+
+    @property
+    def n_key(self) -> int:
+        return self.key.shape[-2]
+
+    @property
     def level(self) -> int:
-        """How many moments of the score are asked for: 0, 1 (entropy, mean) or 2 (the variance too)."""
+        """How many moments of the score are wanted: 0, 1 (entropy, mean) or 2 (the variance too)."""
         return 1 + self.variance if self.statistics else 0
 
     @property
@@ -76,10 +89,25 @@ class Request(Sides):
         """The broadcast of all operands' batch dimensions: that of the rows."""
         shapes = [t.shape[:-2] for t in (self.query, self.key, self.value, self.bias) if t is not None]
         shapes += [t.shape[:-1] for t in (self.scale, self.target) if t is not None]
-        return _checks.broadcast(*shapes, *(term.batch for term in self.terms))
+        return _checks.broadcast(*shapes, *[term.batch for term in self.terms])
+
+    # ---- the tensors, and what is no tensor -----------------------------------------------------------------------
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What a pass reads: operands, target, the support's tensors, a score's parameters."""
+        own = () if self.pairs is None else self.pairs.parameters
+        terms = [t for term in self.terms for t in term if t is not None]
+        return (self.query, self.key, self.value, self.scale, self.bias, self.target, *terms, *own)
+
+    def bare(self) -> Bare:
+        """The same without its tensors: what a derivative keeps in addition to them."""
+        layout = tuple(pack(self.terms)[1]) if self.terms else ()
+        pairs = None if self.pairs is None else replace(self.pairs, parameters=())
+        return Bare(layout, self.softcap, self.cap_bias, self.groups, self.rank, self.statistics, self.variance,
+                    self.mean, self.argmax, pairs)  # fmt: skip
 
     def with_batch(self, n_batch: int) -> Request:
-        """The same request with at least so many batch dimensions; those in front have size 1."""
+        """The same request with at least this number of batch dimensions; those in front have size 1."""
         if self.query.dim() - 2 >= n_batch:
             return self
         bias = None if self.bias is None else align(self.bias, n_batch, 2)
@@ -109,9 +137,61 @@ class Request(Sides):
         return rows if self.groups == 1 else rows.flatten(-3 - tail, -2 - tail)
 
 
+class Bare(NamedTuple):
+    """What of a request is no tensor, and so does not change under transformations."""
+
+    layout: tuple[int, ...] = ()  # of the support's terms
+    softcap: float | None = None
+    cap_bias: bool = False
+    groups: int = 1
+    rank: bool = False
+    statistics: bool = True
+    variance: bool = True
+    mean: bool = False
+    argmax: bool = False
+    pairs: Pairs | None = None
+
+    def over(self, tensors: Sequence[Any]) -> Request:
+        """The request these tensors belong to, in the order of `Request.tensors`."""
+        query, key, value, scale, bias, target, *rest = tensors
+        pairs = self.pairs
+        if pairs is not None and pairs.names:
+            pairs = replace(pairs, parameters=tuple(rest[len(rest) - len(pairs.names) :]))
+        terms = unpack(rest, self.layout) if self.layout else ()
+        _, softcap, cap_bias, groups, rank, statistics, variance, mean, argmax, _ = self
+        return Request(
+            query, key, value, scale, bias, target, terms, softcap, cap_bias, groups, rank, statistics, variance, mean,
+            argmax, pairs=pairs,
+        )  # fmt: skip
+
+
+# ---- building one ---------------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """What operands of the same shapes, dtypes and devices share; a view of None is the tensor as it is."""
+
+    rows: tuple[int, ...]  # the batch of query, key, bias and scale, which a support is bound to
+    n_batch: int  # batch dimensions, a value's and a target's own included
+    groups: int
+    dtype: torch.dtype  # of the sums
+    query: tuple[int, ...] | None
+    key: tuple[int, ...] | None
+    value: tuple[int, ...] | None
+    scale: tuple[int, ...] | None
+    bias: tuple[int, ...] | None
+    target: tuple[int, ...] | None
+
+
+_LAYOUTS: dict[Any, Layout] = {}
+_MOST_LAYOUTS = 1024
+
+
 def build(
     query: Tensor,
     key: Tensor,
+    value: Tensor | None = None,
+    target: Tensor | None = None,
     *,
     scale: float | Tensor = 1.0,
     bias: Tensor | None = None,
@@ -121,131 +201,217 @@ def build(
     grouped: bool = False,
     batch: Sequence[int] = (),
     pairs: Pairs | None = None,
+    checked: bool = False,
+    **reads: Unpack[Reads],
 ) -> Request:
-    """Check everything, align everything; computes nothing of the distribution. `batch` is one more to broadcast to."""
-    query, key = (_lowered(t) for t in (query, key))
-    _checks.check_pair(query, key, alike=pairs is None)
+    """Check everything, align everything; computes nothing of the distribution.
+
+    batch: one more to broadcast to.
+    checked: the target's values are known to name keys.
+    """
+    plain = _plain()
+    if isinstance(query, Tensor) and autocasts(query.device.type):
+        query, key = lowered(query), lowered(key)
+        value = value if value is None else lowered(value)
+    sharp = scale if isinstance(scale, Tensor) else None
+    layout = known = None
+    if plain:
+        try:
+            known = (grouped, batch, pairs is None, *[
+                None if t is None else (t.shape, t.dtype, t.device) for t in (query, key, value, sharp, bias, target)
+            ])  # fmt: skip
+            layout = _LAYOUTS.get(known)
+        except (AttributeError, TypeError):  # what is no tensor is named below
+            known = None
+    if layout is None:
+        layout = _lay_out(query, key, value, target, sharp, bias, grouped, tuple(batch), pairs is None)
+        if known is not None:
+            if len(_LAYOUTS) >= _MOST_LAYOUTS:
+                _LAYOUTS.clear()
+            _LAYOUTS[known] = layout
+    if softcap is not None:
+        _checks.check_positive("softcap", softcap)
+        softcap = float(softcap)
+    if sharp is None:
+        sharp = (_kept_number if plain else _number)(_finite_number(scale), layout.dtype, query.device)
+    else:
+        _check_finite(sharp)
+        sharp = sharp.to(device=query.device, dtype=layout.dtype)
+    if target is not None:
+        if not checked:
+            _checks.check_target(target, key.shape[-2])
+        target = target.long()
+    terms = () if support is None else _bound(support, query, key, layout, plain)
+    return Request(
+        query if layout.query is None else query.view(layout.query),
+        key if layout.key is None else key.view(layout.key),
+        value if value is None or layout.value is None else value.view(layout.value),
+        sharp if layout.scale is None else sharp.view(layout.scale),
+        bias if bias is None or layout.bias is None else bias.view(layout.bias),
+        target if target is None or layout.target is None else target.view(layout.target),
+        terms, softcap, cap_bias, layout.groups,
+        pairs=pairs, as_query=bool(reads.get("mean")), **{name: bool(flag) for name, flag in reads.items()},
+    )  # fmt: skip
+
+
+def _plain() -> bool:
+    """Whether tensors are what they seem: nothing traces, transforms or dispatches, so that constants may be kept."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _lay_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    target: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    grouped: bool,
+    batch: tuple[int, ...],
+    alike: bool,
+) -> Layout:
+    """What is wrong with these operands, or how they are laid out."""
+    _checks.check_pair(query, key, alike=alike)
     n_query, n_key = query.shape[-2], key.shape[-2]
     if bias is not None:
         _checks.check_bias(bias, n_query, n_key)
-    if softcap is not None:
-        _checks.check_positive("softcap", softcap)
     groups = _groups(query, key) if grouped else 1
     if not grouped:
         _checks.check_heads(query, key)
-    scale = _scale(scale, query)
+    if scale is not None:
+        _check_scale(scale, query)
     _checks.check_device(("query", "bias"), (query, bias))
     lead = tuple(key.shape[:-2])
-    rows = _checks.broadcast_batch(
-        (
-            ("query", query.shape[:-2]),
-            ("key", (*lead[:-1], lead[-1] * groups) if groups > 1 else lead),
-            ("bias", () if bias is None else bias.shape[:-2]),
-            ("scale", scale.shape[:-1]),
-        )
-    )
-    terms = () if support is None else support.bind(n_query, n_key, rows, query.device)
-    if batch:  # a value's own dimensions come in front: the support knows nothing of them
-        rows = _checks.broadcast_batch((("query and key", rows), ("value or target", batch)))
-        terms = tuple(term.align(len(rows)) for term in terms)
-    request = Request(
-        align(query, len(rows), 2),
-        align(key, len(rows), 2),
-        None,
-        align(scale, len(rows), 1),
-        None if bias is None else align(bias, len(rows), 2),
-        None,
-        () if any(term.trivial for term in terms) else terms,
-        None if softcap is None else float(softcap),
-        cap_bias,
-        groups,
-        pairs=pairs,
-    )
-    return _split_heads(request, groups) if groups > 1 else request
-
-
-def extend(
-    request: Request,
-    *,
-    value: Tensor | None = None,
-    target: Tensor | None = None,
-    **reads: Unpack[Reads],
-) -> Request | None:
-    """The same request with a value or a target; None if they have more batch dimensions than it."""
-    n_batch = request.query.dim() - 2 - (request.groups > 1)
+    named: list[tuple[str, Sequence[int]]] = [
+        ("query", query.shape[:-2]),
+        ("key", (*lead[:-1], lead[-1] * groups) if groups > 1 else lead),
+        ("bias", () if bias is None else bias.shape[:-2]),
+        ("scale", () if scale is None else scale.shape[:-1]),
+    ]
+    rows = _checks.broadcast_batch(named)
+    own: list[tuple[str, Sequence[int]]] = [("value or target", batch)] if batch else []
     if value is not None:
-        value = _lowered(value)
-        _check_value(value, request)
-        if value.dim() - 2 > n_batch:
-            return None
-        value = align(value, n_batch, 2)
+        _checks.check_value(value, key)
+        heads = tuple(value.shape[:-2])
+        if groups > 1:
+            if len(heads) < 1 or heads[-1] != lead[-1]:
+                raise ShapeError(
+                    f"key and value must have the same number of heads; got {lead[-1]} and {_checks.shape_text(value)}."
+                )
+            heads = (*heads[:-1], heads[-1] * groups)
+        own.append(("value", heads))
     if target is not None:
-        _check_target(target, request)
-        if target.dim() - 1 > n_batch:
-            return None
-        target = align(target.long(), n_batch, 1)
-    if request.groups > 1:
-        value = None if value is None else value.unsqueeze(-3)
-        target = None if target is None else split_heads(target, 1, request.groups)
-    named: list[tuple[str, Sequence[int]]] = [("query and key", request.batch)]
-    named += [("value", value.shape[:-2])] if value is not None else []
-    named += [("target", target.shape[:-1])] if target is not None else []
-    _checks.broadcast_batch(named)
-    return replace(request, value=value, target=target, as_query=reads.get("mean", False), **reads)
+        _check_target(target, query)
+        own.append(("target", target.shape[:-1]))
+    # a value's own dimensions come in front: the support knows nothing of them
+    n_batch = len(_checks.broadcast_batch([("query and key", rows), *own]))
+
+    def view(tensor: Tensor | None, tail: int, keys: bool = False) -> tuple[int, ...] | None:
+        return None if tensor is None else _view(tuple(tensor.shape), tail, n_batch, groups, keys)
+
+    number = () if scale is None or not scale.dim() else tuple(scale.shape)
+    laid = _view(number or (1,), 1, n_batch, groups, False)
+    if laid is None and scale is not None and not scale.dim():
+        laid = (1,)
+    return Layout(
+        rows, n_batch, groups, accumulation_dtype(query.dtype),
+        view(query, 2), view(key, 2, True), view(value, 2, True), laid, view(bias, 2), view(target, 1),
+    )  # fmt: skip
 
 
-def _check_value(value: Tensor, request: Request) -> None:
-    _checks.check_value(value, request.key)
-    heads = request.key.shape[-4:-3] if request.groups > 1 else ()
-    if heads and (value.dim() < 3 or value.shape[-3] != heads[0]):
-        raise ShapeError(f"key and value must have as many heads; got {heads[0]} and {_checks.shape_text(value)}.")
+def _view(given: tuple[int, ...], tail: int, n_batch: int, groups: int, keys: bool) -> tuple[int, ...] | None:
+    """The shape with all batch dimensions, and with the heads as (key heads, groups); None if it has that already."""
+    shape = (*[1] * (n_batch + tail - len(given)), *given)
+    if groups > 1:
+        at = len(shape) - tail - 1
+        heads = (shape[at], 1) if keys else (1, 1) if shape[at] == 1 else (shape[at] // groups, groups)
+        shape = (*shape[:at], *heads, *shape[at + 1 :])
+    return None if len(shape) == len(given) else shape
 
 
-def _check_target(target: Tensor, request: Request) -> None:
-    _checks.check_target(target, request.n_key)
-    if target.dim() == 0 or target.shape[-1] != request.n_query:
+def _bound(support: Support, query: Tensor, key: Tensor, layout: Layout, plain: bool) -> tuple[Term, ...]:
+    """The terms of a support; those of positions alone are kept."""
+    sizes = (query.shape[-2], key.shape[-2], layout.rows, layout.n_batch, layout.groups, query.device)
+    if plain and support.positional and sizes[0] <= _MOST_ROWS:
+        return _kept_terms(support, *sizes)
+    return _terms(support, *sizes)
+
+
+def _terms(
+    support: Support,
+    n_query: int,
+    n_key: int,
+    rows: tuple[int, ...],
+    n_batch: int,
+    groups: int,
+    device: torch.device,
+) -> tuple[Term, ...]:
+    with torch.inference_mode(False) if support.positional else torch.no_grad():
+        terms = support.bind(n_query, n_key, rows, device)
+    if any(term.trivial for term in terms):
+        return ()
+    if n_batch != len(rows):
+        terms = tuple([term.align(n_batch) for term in terms])
+    return tuple([term.split_heads(groups) for term in terms]) if groups > 1 else terms
+
+
+_MOST_ROWS = 4096
+_kept_terms = functools.lru_cache(maxsize=128)(_terms)  # at most 16 kB a bound
+
+
+def _number(scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((1,), scale, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=128)
+def _kept_number(scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # what is made in that mode can be used in no graph
+        return _number(scale, dtype, device)
+
+
+def _check_target(target: Tensor, query: Tensor) -> None:
+    _checks.check_index_dtype("target", target)
+    if target.dim() == 0 or target.shape[-1] != query.shape[-2]:
         raise ShapeError(
-            f"target must have one index per query, shape (..., {request.n_query}); got {_checks.shape_text(target)}."
+            f"target must have one index per query, shape (..., {query.shape[-2]}); got {_checks.shape_text(target)}."
         )
-    _checks.check_device(("query", "target"), (request.query, target))
+    _checks.check_device(("query", "target"), (query, target))
 
 
-def _lowered(tensor: Tensor) -> Tensor:
-    """Under autocast, products are taken in its dtype, as torch's own are."""
-    if isinstance(tensor, Tensor) and tensor.is_floating_point() and autocasts(tensor.device.type):
-        return tensor.to(output_dtype(tensor))
-    return tensor
+def _check_scale(scale: Tensor, query: Tensor) -> None:
+    n_query = query.shape[-2]
+    if scale.is_meta:
+        _checks.check_device(("query", "scale"), (query, scale))
+    if not scale.is_floating_point():
+        raise DtypeError(f"scale must be a real number or a floating tensor; got {scale.dtype}. Use scale.float().")
+    if scale.dim() and not _checks.expands(scale.shape[-1:], (n_query,)):
+        raise ShapeError(
+            f"scale must broadcast to the rows (..., {n_query}); got {_checks.shape_text(scale)}. "
+            f"A scale per head is scale[:, None]."
+        )
 
 
-def _scale(scale: float | Tensor, query: Tensor) -> Tensor:
-    """The scale as a tensor (..., n_query or 1) in the accumulation dtype."""
-    dtype = accumulation_dtype(query.dtype)
-    if isinstance(scale, Tensor):
-        if not scale.is_floating_point():
-            raise DtypeError(f"scale must be a real number or a floating tensor; got {scale.dtype}. Use scale.float().")
-        if scale.dim() and scale.shape[-1] not in (1, query.shape[-2]):
-            raise ShapeError(
-                f"scale must broadcast to the rows (..., {query.shape[-2]}); got {_checks.shape_text(scale)}. "
-                f"A scale per head is scale[:, None]."
-            )
-        _check_finite(scale)
-        scale = scale.to(device=query.device, dtype=dtype)
-        return scale if scale.dim() else scale[None]
+def _finite_number(scale: object) -> float:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not _checks.finite(scale):
         raise ValueRangeError(
             f"scale must be a finite number, a tensor or a policy of partita.scale; got {scale!r}. "
             f"None means 1 (1/sqrt(dim) in attention)."
         )
-    return torch.full((1,), float(scale), dtype=dtype, device=query.device)
+    return float(scale)
 
 
 def _check_finite(scale: Tensor) -> None:
-    if _checks.has_values(scale) and scale.device.type == "cpu" and not bool(scale.isfinite().all()):
+    if _checks.has_values(scale) and not bool(scale.isfinite().all()):
         raise ValueRangeError("scale must be finite; the tensor given holds nan or inf.")
 
 
 def check_values(request: Request) -> None:
-    """What `build` and `extend` ask of values, for a request that was built where there were none."""
+    """The checks of values that `build` makes, for a request that was built where there were none."""
     _check_finite(request.scale)
     if request.target is not None:
         _checks.check_target(request.target, request.n_key)
@@ -265,15 +431,3 @@ def _groups(query: Tensor, key: Tensor) -> int:
             f"Check the head dimension, the third from the right."
         )
     return many // few
-
-
-def _split_heads(request: Request, groups: int) -> Request:
-    """The head dimension of size heads (or 1) becomes (key heads, groups) (or (1, 1))."""
-    return replace(
-        request,
-        query=split_heads(request.query, 2, groups),
-        key=request.key.unsqueeze(-3),
-        scale=split_heads(request.scale, 1, groups),
-        bias=None if request.bias is None else split_heads(request.bias, 2, groups),
-        terms=tuple(term.split_heads(groups) for term in request.terms),
-    )

@@ -14,18 +14,22 @@ so its derivatives are those of the sums alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from partita._checks import broadcast_batch, has_values
-from partita._look import rows_text
+from partita._checks import broadcast_batch, check_kind, concrete
+from partita._repr import rows_text
 from partita.errors import ShapeError
 from partita.precision import product
 
-__all__ = ["LOWEST", "State", "Stats", "centre", "divided", "filled", "levels", "merge", "raw_gradients"]
+__all__ = [
+    "LOWEST", "State", "Stats", "SumGrads", "centre", "divided", "filled", "levels", "merge", "raw_gradients",
+    "sink_share",
+]  # fmt: skip
 
 LOWEST = -1e5  # exp of it is 0 in every dtype, its square is finite in float32
 
@@ -68,8 +72,7 @@ class State:
         >>> State.of(torch.zeros(1, 4)).entropy()  # uniform over 4 keys: log 4
         tensor([1.3863])
         """
-        scores = scores if scores.dtype == torch.float64 else scores.float()
-        peak = scores.detach().amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
+        scores, peak = _peaked(scores)
         centred, weight = centre(scores, peak)
         mass, first = weight.sum(-1), (weight * centred).sum(-1)
         mean = divided(first, mass)
@@ -80,6 +83,8 @@ class State:
 
     def merge(self, other: State) -> State:
         """The state of both sets of keys, which must not overlap."""
+        if not isinstance(other, State):
+            check_state("other", other)
         if (self.moment is None) != (other.moment is None):
             raise ShapeError("states merge only if both hold a value's moment, or neither; give value to both.")
         if self.peak.shape != other.peak.shape:
@@ -115,7 +120,7 @@ class State:
         return divided(self.first, self.mass) + self._step(peak)[0]
 
     def _step(self, peak: Tensor) -> tuple[Tensor, Tensor]:
-        """How far the own peak lies above another, and exp of it, in the dtype of the sums."""
+        """How far the own peak is above another, and exp of it, in the dtype of the sums."""
         unseen = self.peak.isneginf()
         # -inf - -inf would be nan: a state of no keys has nothing to shift
         step = torch.where(unseen, torch.zeros_like(peak), self.peak - peak)
@@ -163,21 +168,22 @@ class State:
         return self.count.detach()
 
     def confidence(self) -> Tensor:
-        """The largest probability, exp(peak - log Z) = 1 / mass; 0 on an empty row."""
-        return torch.where(self.empty(), torch.zeros_like(self.mass), 1 / filled(self.mass))
+        """The largest probability, 1 / mass, without a gradient like the peak; 0 on an empty row."""
+        mass = self.mass.detach()  # its derivative is at constant peak, and would not be that of this
+        return torch.where(self.empty(), torch.zeros_like(mass), 1 / filled(mass))
 
     def expectation(self, *, consume: bool = False) -> Tensor:  # (..., Q, V)
         """E[value]; 0 on an empty row. `consume` may reuse the moment's memory, for a state that is read just once."""
         if self.moment is None:
             raise ShapeError("this state holds no value; make it with gibbs.state(value).")
         mass = filled(self.mass)[..., None]
-        if consume and not self.moment.requires_grad and has_values(self.moment):
+        if consume and not self.moment.requires_grad and concrete(self.moment):
             return self.moment.div_(mass)
         return self.moment / mass
 
     def sink_mass(self, sink: Tensor) -> Tensor:
         """The share of a sink, a key of score `sink` and value 0: exp(sink) / (exp(sink) + Z)."""
-        return torch.sigmoid(sink - self.log_partition())
+        return sink_share(sink, self.log_partition())
 
     def stats(self) -> Stats:
         """All row statistics; what they share is computed once."""
@@ -190,6 +196,12 @@ class State:
         )
 
 
+def sink_share(sink: Tensor, log_partition: Tensor) -> Tensor:
+    """exp(sink) / (exp(sink) + Z); 0 for a sink of -inf, on an empty row too, where it would be 0 / 0."""
+    hidden = sink.isneginf() & log_partition.isneginf()
+    return torch.sigmoid(sink - torch.where(hidden, torch.zeros_like(log_partition), log_partition))
+
+
 def filled(mass: Tensor) -> Tensor:
     """A mass one may divide by, or take the logarithm of: 1 on an empty row, which has none."""
     return torch.where(mass == 0, torch.ones_like(mass), mass)
@@ -200,13 +212,25 @@ def divided(total: Tensor, mass: Tensor) -> Tensor:
     return total / filled(mass)
 
 
-class RawGradients(NamedTuple):
-    """Gradients of the sums over keys themselves: of e, e c, e c^2 and e value; None is 0."""
+class SumGrads(NamedTuple):
+    """Gradients of the raw sums over keys: of e, e c, e c^2 and e value, and of the target's score; None is 0."""
 
     mass: Tensor  # (..., Q)
-    first: Tensor | None
-    second: Tensor | None
-    moment: Tensor | None  # (..., Q, V)
+    first: Tensor | None = None
+    second: Tensor | None = None
+    moment: Tensor | None = None  # (..., Q, V)
+    target: Tensor | None = None
+
+    @property
+    def level(self) -> int:
+        """How many moments of the score anything flows back from."""
+        return 2 if self.second is not None else 1 if self.first is not None else 0
+
+    def over(self, rows: Sequence[int]) -> SumGrads:
+        """Spread over all rows."""
+        row = [None if g is None else g.expand(rows) for g in (self.mass, self.first, self.second, self.target)]
+        moment = None if self.moment is None else self.moment.expand(*rows, self.moment.shape[-1])
+        return SumGrads(row[0], row[1], row[2], moment, row[3])  # type: ignore[arg-type]
 
 
 def raw_gradients(
@@ -219,11 +243,10 @@ def raw_gradients(
     g_first: Tensor | None = None,
     g_spread: Tensor | None = None,
     g_mean: Tensor | None = None,
-    g_log_partition: Tensor | None = None,
-    g_entropy: Tensor | None = None,
-    g_mean_score: Tensor | None = None,
-    g_variance: Tensor | None = None,
-) -> RawGradients:
+    g_moment: Tensor | None = None,
+    g_target: Tensor | None = None,
+    g_stats: Tensor | None = None,  # (5, ..., Q): of log Z, entropy, mean, variance and maximum of the score
+) -> SumGrads:
     """What flows back to the raw sums from what was read off them, at constant peak; 0 on empty rows.
 
         spread = second - first^2 / mass        mean value = moment / mass
@@ -233,39 +256,33 @@ def raw_gradients(
     `first` is needed for the gradients of spread, H, E[s] and Var[s], `spread` for that of Var[s], `mean` for its own.
     Differentiable in everything given.
     """
-    seen = mass != 0
-    inverse = torch.where(seen, 1 / filled(mass), torch.zeros_like(mass))
-
-    def plus(total: Tensor | None, more: Tensor) -> Tensor:
-        return more if total is None else total + more
-
-    if g_log_partition is not None:
-        g_mass = plus(g_mass, g_log_partition * inverse)
-    if g_variance is not None:
-        assert spread is not None
-        g_spread = plus(g_spread, g_variance * inverse)
-        g_mass = plus(g_mass, -(g_variance * inverse) * (spread * inverse))
-    if g_entropy is not None or g_mean_score is not None or g_spread is not None:
+    empty = mass == 0
+    inverse = mass.masked_fill(empty, torch.inf).reciprocal()
+    parts = [] if g_mass is None else [g_mass]
+    if g_stats is not None:
+        g_log_z, g_entropy, g_score, g_variance, _ = (g_stats * inverse).unbind()
+        parts.append(g_log_z)
+        if first is not None:
+            mean_c = first * inverse
+            parts.append(g_entropy + (g_entropy - g_score) * mean_c)
+            g_first = g_score - g_entropy if g_first is None else g_first + (g_score - g_entropy)
+            if spread is not None:
+                parts.append(-g_variance * (spread * inverse))
+                g_spread = g_variance if g_spread is None else g_spread + g_variance
+    if g_spread is not None:
         assert first is not None
         mean_c = first * inverse
-        if g_entropy is not None:
-            g_mass = plus(g_mass, g_entropy * inverse * (1 + mean_c))
-            g_first = plus(g_first, -(g_entropy * inverse))
-        if g_mean_score is not None:
-            g_mass = plus(g_mass, -(g_mean_score * inverse) * mean_c)
-            g_first = plus(g_first, g_mean_score * inverse)
-        if g_spread is not None:
-            g_mass = plus(g_mass, mean_c * mean_c * g_spread)
-            g_first = plus(g_first, -2 * mean_c * g_spread)
-    g_moment = None
+        parts.append(mean_c * mean_c * g_spread)
+        back = -2 * mean_c * g_spread
+        g_first = back if g_first is None else g_first + back
     if g_mean is not None:
         assert mean is not None
-        g_mass = plus(g_mass, -torch.linalg.vecdot(g_mean, mean) * inverse)
+        parts.append(-torch.linalg.vecdot(g_mean, mean) * inverse)
         g_moment = g_mean * inverse[..., None]
+    total = sum(parts[1:], parts[0]) if parts else torch.zeros_like(mass)
     # what came with the upstream gradient itself, a nan of -inf's perhaps, must not reach an empty row
-    rows = (None if g is None else torch.where(seen, g, torch.zeros_like(g)) for g in (g_mass, g_first, g_spread))
-    g_mass, g_first, g_second = rows
-    return RawGradients(torch.zeros_like(mass) if g_mass is None else g_mass, g_first, g_second, g_moment)
+    rows = [None if g is None else g.masked_fill(empty, 0.0) for g in (total, g_first, g_spread)]
+    return SumGrads(rows[0], rows[1], rows[2], g_moment, g_target)  # type: ignore[arg-type]
 
 
 def centre(scores: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,12 +292,21 @@ def centre(scores: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
     return centred, centred.exp()
 
 
+def _peaked(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores in the dtype of sums, and the largest of each row."""
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    return scores, scores.detach().amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
+
+
 def levels(scores: Tensor) -> Tensor:  # (..., Q, K) to (..., Q)
     """log Z of explicit scores, with the bits of `State.of`, and 0 on an empty row: what makes them probabilities."""
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    peak = scores.detach().amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
+    scores, peak = _peaked(scores)
     mass = centre(scores, peak)[1].sum(-1)
     return torch.where(peak.isneginf(), torch.zeros_like(peak), peak + filled(mass).log())
+
+
+def check_state(name: str, given: object) -> None:
+    check_kind(name, given, State, "Make one with Gibbs(query, key).state().")
 
 
 def merge(*states: State) -> State:
@@ -294,6 +320,7 @@ def merge(*states: State) -> State:
     """
     if not states:
         raise ShapeError("merge needs at least one state.")
+    check_state("every argument of merge", states[0])
     total = states[0]
     for state in states[1:]:
         total = total.merge(state)

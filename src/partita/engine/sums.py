@@ -1,19 +1,18 @@
-"""What goes into a backend besides the request, and what comes out of it."""
+"""What goes into a backend with the request, and what comes out of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from partita.engine.state import State, Stats, filled
+from partita.engine.state import State, Stats, SumGrads, filled
 
 if TYPE_CHECKING:
     from partita.engine.request import Request
 
-__all__ = ["OPERANDS", "Sums", "Upstream"]
+__all__ = ["OPERANDS", "SumGrads", "Sums"]
 
 OPERANDS = ("query", "key", "value", "scale", "bias")  # what a pass can be differentiated by, in this order everywhere
 
@@ -21,7 +20,7 @@ OPERANDS = ("query", "key", "value", "scale", "bias")  # what a pass can be diff
 class Sums(NamedTuple):
     """Everything a pass gives, per row: one record from the kernel, through autograd, to the reader.
 
-    What was not asked for is None. Relative to the peak, as in `State`.
+    What was not wanted is None. Relative to the peak, as in `State`.
     """
 
     peak: Tensor  # (*b, Q); a backend may keep more digits of it than of the sums, for its own backward
@@ -31,12 +30,11 @@ class Sums(NamedTuple):
     spread: Tensor | None = None  # (*b, Q)
     statistics: Tensor | None = None  # (5, *b, Q): log Z, entropy, mean, variance and maximum of the score
     moment: Tensor | None = None  # (*b, Q, V)
-    mean: Tensor | None = None  # (*b, Q, V): E[value], where the request asks for it and not for the moment
+    mean: Tensor | None = None  # (*b, Q, V): E[value], where the request wants it and not the moment
     target_score: Tensor | None = None  # (*b, Q)
     rank: Tensor | None = None  # (*b, Q) int64
-    least: Tensor | None = None  # (*b, Q): the smallest score, +inf on an empty row
-    places: Tensor | None = None  # (2, *b, Q) int64: the first key of the largest score and of the smallest, or -1
-    node: torch.autograd.graph.Node | None = None  # of the pass, where somebody differentiates it
+    argmax: Tensor | None = None  # (*b, Q) int64: the first key of the largest score, or -1
+    node: torch.autograd.graph.Node | None = None  # of the pass, where autograd records it
 
     @staticmethod
     def of(
@@ -62,7 +60,7 @@ class Sums(NamedTuple):
         return State(peak, self.mass, first, spread, self.count, self.moment, known)
 
     def answering(self, request: Request) -> Sums:
-        """All sums as what was asked for: statistics or none, the mean value or its moment, whose memory it takes."""
+        """All sums the request wants: statistics or none, the mean value or its moment, whose memory it takes."""
         state, found = self.state, self
         if request.mean and state.moment is not None:
             found = found._replace(moment=None, mean=state.expectation(consume=True))
@@ -71,7 +69,7 @@ class Sums(NamedTuple):
         return found._replace(statistics=torch.stack(state.stats()[:5]))
 
     def without_variance(self) -> Sums:
-        """The same where only the entropy was asked for: no spread, and nan in the place of the variance."""
+        """The same where only the entropy is wanted: no spread, and nan in the place of the variance."""
         if self.statistics is not None:
             self.statistics[3].fill_(torch.nan)
         return self._replace(spread=None)
@@ -86,38 +84,3 @@ class Sums(NamedTuple):
         hidden = score.isneginf()
         gap = self.peak.to(score.dtype) - torch.where(hidden, torch.zeros_like(score), score)
         return torch.where(hidden, torch.inf, filled(self.mass).log() + gap)
-
-
-@dataclass(frozen=True, eq=False)
-class Upstream:
-    """Gradients of the raw sums: those of `mass`, `first`, `sum_j e_j c_j^2`, `moment` and the target's score.
-
-    `level` is how many of the moments of the score anything flows back from: those above it are 0 throughout.
-    """
-
-    mass: Tensor  # (*b, Q)
-    first: Tensor
-    second: Tensor
-    moment: Tensor | None  # (*b, Q, V)
-    target: Tensor | None  # (*b, Q)
-    level: int = 2
-
-    @staticmethod
-    def over(
-        rows: tuple[int, ...],
-        mass: Tensor,
-        first: Tensor | None,
-        second: Tensor | None,
-        moment: Tensor | None,
-        target: Tensor | None,
-    ) -> Upstream:
-        """Spread over the rows, zeros for the sums nobody asked for."""
-        zero = torch.zeros_like(mass)
-        return Upstream(
-            mass.expand(rows),
-            (zero if first is None else first).expand(rows),
-            (zero if second is None else second).expand(rows),
-            None if moment is None else moment.expand(*rows, moment.shape[-1]),
-            None if target is None else target.expand(rows),
-            2 if second is not None else 1 if first is not None else 0,
-        )

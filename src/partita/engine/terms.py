@@ -1,60 +1,69 @@
-"""A support bound to sizes: a union of terms, each a conjunction a tile can be asked about.
+"""A support bound to sizes: a union of terms, each a conjunction whose value on a tile is known from a few vectors.
 
     key j is visible to row i   iff   some term has   start_i <= j < stop_i
                                                       and query_segment_i == key_segment_j
                                                       and mask_ij
-                                                      and (j != i if the term has a hole)
+                                                      and j != skip_i
 
 Causal, window and length limits are all row intervals, so a conjunction of them is one interval: O(n) numbers, and the
 number of visible keys is a subtraction. Every tensor has the same batch dimensions, 1 where it broadcasts.
+
+A term is cut to some rows and some keys: what names a key (start, stop, skip) is moved by where the keys begin, segment
+ids and masks are cut. `Visibility` does so for a union, again and again.
+
+Sums over keys that two terms show would count them twice; sums over terms that have no key in common merge exactly, by
+the rule of `State`. `split_disjoint` makes such terms of a union:
+
+    a | b  =  a | (b & not a),        and where a is an interval of each row, not a is the two intervals around it
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from partita._checks import broadcast
+from partita._checks import broadcast, has_values
 from partita.engine.axes import align, cut_entries, split_heads
 
-__all__ = ["Term", "cut", "pack", "unpack", "visible", "window_mask"]
+__all__ = ["TAIL", "Term", "Visibility", "both", "cut", "pack", "split_disjoint", "unpack", "visible", "window_mask"]
 
-_TAIL = {"start": 1, "stop": 1, "query_segment": 1, "key_segment": 1, "mask": 2}  # dimensions after those of the batch
-_SLOTS = tuple(_TAIL)
+# dimensions after those of the batch
+TAIL = {"start": 1, "stop": 1, "query_segment": 1, "key_segment": 1, "mask": 2, "skip": 1}
+_SLOTS = tuple(TAIL)
 _ROWS_AT_ONCE = 1 << 22  # booleans held at a time while counting a mask
 
 
-@dataclass(frozen=True, eq=False)
-class Term:
-    """A conjunction. Its cuts keep a hole on the diagonal: `Visibility.cut` knows where it went."""
+class Term(NamedTuple):
+    """A conjunction; what is None restricts nothing."""
 
     start: Tensor | None = None  # (*b, Q) int32
     stop: Tensor | None = None  # (*b, Q) int32
     query_segment: Tensor | None = None  # (*b, Q)
     key_segment: Tensor | None = None  # (*b, K)
     mask: Tensor | None = None  # (*b, Q or 1, K or 1) bool
-    hole: bool = False
+    skip: Tensor | None = None  # (*b, Q) int32: the key a row leaves out; one that does not exist leaves out none
 
     @property
     def trivial(self) -> bool:
-        return not self.hole and all(getattr(self, slot) is None for slot in _SLOTS)
+        return not [1 for tensor in self if tensor is not None]
 
     @property
     def is_interval(self) -> bool:
-        """Whether start and stop say it all."""
-        return self.query_segment is None and self.mask is None and not self.hole
+        """Whether start and stop are all there is."""
+        return self.query_segment is None and self.mask is None and self.skip is None
 
     @property
     def batch(self) -> tuple[int, ...]:
         """The common batch dimensions of its tensors."""
-        return broadcast(*(t.shape[: -_TAIL[slot]] for slot in _SLOTS if (t := getattr(self, slot)) is not None))
+        return broadcast(*[t.shape[: -TAIL[slot]] for slot, t in zip(_SLOTS, self, strict=True) if t is not None])
 
     def __and__(self, other: Term) -> Term:
-        """The keys both terms show."""
+        """The keys both terms show, where at most one of them leaves out a key: `both` is for two that may."""
         query_segment, key_segment = _join_segments(self, other)
         return Term(
             _both(self.start, other.start, torch.maximum),
@@ -62,7 +71,7 @@ class Term:
             query_segment,
             key_segment,
             _both(self.mask, other.mask, torch.logical_and),
-            self.hole or other.hole,
+            other.skip if self.skip is None else self.skip,
         )
 
     def rows(self, at: slice | Tensor) -> Term:
@@ -73,46 +82,42 @@ class Term:
                 return tensor if tensor.shape[-2] == 1 else tensor[..., at, :]
             return tensor if slot == "key_segment" else tensor[..., at]
 
-        return self._each(cut)
+        return self.each(cut)
 
     def keys(self, at: slice) -> Term:
         """Some of the keys, counted from the first of them."""
 
         def cut(slot: str, tensor: Tensor) -> Tensor:
-            if slot in ("start", "stop"):
+            if slot in ("start", "stop", "skip"):
                 return torch.sub(tensor, at.start)
             broadcasts = slot == "mask" and tensor.shape[-1] == 1
             return tensor if slot == "query_segment" or broadcasts else tensor[..., at]
 
-        return self._each(cut)
-
-    def one_more_key(self) -> Term:
-        """The same with a key after the last, which an interval or a mask does not show."""
-
-        def pad(slot: str, tensor: Tensor) -> Tensor:
-            if slot == "key_segment":
-                return torch.cat([tensor, tensor[..., -1:]], -1)
-            grows = slot == "mask" and tensor.shape[-1] != 1
-            return torch.nn.functional.pad(tensor, (0, 1)) if grows else tensor
-
-        return self._each(pad)
+        return self.each(cut)
 
     def entries(self, axis: int, at: slice) -> Term:
         """Some entries of a batch dimension."""
-        return self._each(lambda slot, tensor: cut_entries(tensor, axis, at))
+        return self.each(lambda slot, tensor: cut_entries(tensor, axis, at))
 
     def align(self, n_batch: int) -> Term:
-        """The same with so many batch dimensions."""
-        return self._each(lambda slot, tensor: align(tensor, n_batch, _TAIL[slot]))
+        """The same with this number of batch dimensions."""
+        return self.each(lambda slot, tensor: align(tensor, n_batch, TAIL[slot]))
 
     def split_heads(self, groups: int) -> Term:
         """The last batch dimension as (key heads, groups)."""
-        return self._each(lambda slot, tensor: split_heads(tensor, _TAIL[slot], groups))
+        return self.each(lambda slot, tensor: split_heads(tensor, TAIL[slot], groups))
 
-    def _each(self, change: Callable[[str, Tensor], Tensor]) -> Term:
-        """Every tensor there is, changed by a function that is told its name."""
-        found = {slot: change(slot, t) for slot in _SLOTS if (t := getattr(self, slot)) is not None}
-        return Term(**found, hole=self.hole)
+    def each(self, change: Callable[[str, Tensor], Tensor]) -> Term:
+        """Every tensor there is, changed by a function of its name and itself."""
+        return Term(*[None if t is None else change(slot, t) for slot, t in zip(_SLOTS, self, strict=True)])
+
+
+def both(a: Term, b: Term) -> tuple[Term, ...]:
+    """What two terms both show, as terms: two of them where each leaves out a key of its own."""
+    if a.skip is None or b.skip is None or (has_values(a.skip) and torch.equal(a.skip, b.skip)):
+        return (a & b,)
+    rest = b._replace(skip=None)
+    return a & rest & Term(stop=b.skip), a & rest & Term(start=b.skip + 1)
 
 
 def _both(a: Tensor | None, b: Tensor | None, join: object) -> Tensor | None:
@@ -147,9 +152,8 @@ def pack(terms: Sequence[Term]) -> tuple[list[Tensor], list[int]]:
     tensors: list[Tensor] = []
     layout: list[int] = []
     for term in terms:
-        flags = 1 << len(_SLOTS) if term.hole else 0
-        for bit, slot in enumerate(_SLOTS):
-            tensor = getattr(term, slot)
+        flags = 0
+        for bit, tensor in enumerate(term):
             if tensor is not None:
                 flags |= 1 << bit
                 tensors.append(tensor)
@@ -160,16 +164,12 @@ def pack(terms: Sequence[Term]) -> tuple[list[Tensor], list[int]]:
 def unpack(tensors: Sequence[Tensor], layout: Sequence[int]) -> tuple[Term, ...]:
     """The inverse of `pack`."""
     rest = iter(tensors)
-    terms = []
-    for flags in layout:
-        slots = {slot: next(rest) for bit, slot in enumerate(_SLOTS) if flags >> bit & 1}
-        terms.append(Term(**slots, hole=bool(flags >> len(_SLOTS) & 1)))
-    return tuple(terms)
+    slots = range(len(_SLOTS))
+    return tuple([Term(*[next(rest) if flags >> bit & 1 else None for bit in slots]) for flags in layout])
 
 
 def window_mask(terms: Sequence[Term], rows: slice, cols: slice, device: torch.device) -> Tensor | None:
     """Visibility of one tile (*b, rows, cols); None if every term is trivial there."""
-    i = torch.arange(rows.start, rows.stop, device=device, dtype=torch.int32)[:, None]
     j = torch.arange(cols.start, cols.stop, device=device, dtype=torch.int32)
     out: Tensor | None = None
     for term in terms:
@@ -183,8 +183,8 @@ def window_mask(terms: Sequence[Term], rows: slice, cols: slice, device: torch.d
             part = _both(part, same, torch.logical_and)
         if term.mask is not None:
             part = _both(part, cut(term.mask, rows, cols), torch.logical_and)
-        if term.hole:
-            part = _both(part, i != j, torch.logical_and)
+        if term.skip is not None:
+            part = _both(part, j != term.skip[..., rows, None], torch.logical_and)
         if part is None:
             return None
         out = _both(out, part, torch.logical_or)
@@ -197,26 +197,37 @@ def cut(matrix: Tensor, rows: slice, cols: slice) -> Tensor:
     return matrix if matrix.shape[-1] == 1 else matrix[..., cols]
 
 
+# ---- how many keys a row sees ---------------------------------------------------------------------------------------
+
+
 def visible(terms: Sequence[Term], n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> Tensor:
-    """Number of keys each row may see, (*batch, n_query) int64; a closed form unless a mask or a union is involved."""
+    """Number of keys each row may see, (*batch, n_query) int64.
+
+    A closed form but for masks and for unions that do not split; the counts of disjoint terms add up.
+    """
+    masked = [1 for term in terms if term.mask is not None]
+    found = None if masked else split_disjoint(terms, n_query, n_key, device)
+    if found is None:
+        return _count(terms, n_query, n_key, batch, device)
     shape = (*batch, n_query)
-    if len(terms) == 0:
+    if not found:
         return torch.full(shape, n_key, dtype=torch.int64, device=device)
-    if len(terms) == 1 and terms[0].mask is None:
-        return _interval_count(terms[0], n_query, n_key, device).expand(shape)
-    parts = []
+    each = [_interval_count(term, n_query, n_key, device).expand(shape) for term in found]
+    return each[0] if len(each) == 1 else torch.stack(each).sum(0)
+
+
+def _count(terms: Sequence[Term], n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> Tensor:
+    """By writing the union out, some rows at a time."""
+    counts = []
     for rows in _rows_at_once(n_query, n_key * math.prod(batch)):
-        part = window_mask(terms, rows, slice(0, n_key), device)
-        width = rows.stop - rows.start
-        if part is None:
-            parts.append(torch.full((*batch, width), n_key, dtype=torch.int64, device=device))
-        else:
-            parts.append(part.expand(*part.shape[:-2], width, n_key).sum(-1).expand(*batch, width))
-    return torch.cat(parts, -1) if parts else torch.zeros(shape, dtype=torch.int64, device=device)
+        seen = window_mask(terms, rows, slice(0, n_key), device)
+        seen = torch.ones((), dtype=torch.bool, device=device) if seen is None else seen
+        counts.append(seen.expand(*batch, rows.stop - rows.start, n_key).sum(-1))
+    return torch.cat(counts, -1) if counts else torch.zeros((*batch, 0), dtype=torch.int64, device=device)
 
 
 def _rows_at_once(n_query: int, width: int) -> list[slice]:
-    """Rows a few at a time; while tracing all of them, since nothing can be cut by size (a compiler adds up anyway)."""
+    """Some rows at a time; while tracing all of them, since nothing can be cut by size (a compiler adds up anyway)."""
     if torch.compiler.is_compiling():
         return [slice(0, n_query)]
     step = max(1, _ROWS_AT_ONCE // max(1, width))
@@ -224,20 +235,23 @@ def _rows_at_once(n_query: int, width: int) -> list[slice]:
 
 
 def _interval_count(term: Term, n_query: int, n_key: int, device: torch.device) -> Tensor:
-    row = torch.arange(n_query, device=device)
-    start = row.new_zeros(n_query) if term.start is None else term.start.long().clamp(0, n_key)
-    stop = row.new_full((n_query,), n_key) if term.stop is None else term.stop.long().clamp(0, n_key)
+    """Of a term without a mask."""
+    zero = torch.zeros(n_query, dtype=torch.int64, device=device)
+    start = zero if term.start is None else term.start.long().clamp(0, n_key)
+    stop = zero + n_key if term.stop is None else term.stop.long().clamp(0, n_key)
     if term.query_segment is None or term.key_segment is None:
         count = (stop - start).clamp(min=0)
-        same_self = row < n_key
     else:
         count = _segment_count(term.query_segment, term.key_segment, start, stop)
-        at = row.clamp(max=max(n_key - 1, 0))
-        own = term.key_segment[..., at] if n_key else term.query_segment
-        same_self = (row < n_key) & (own == term.query_segment)
-    if term.hole:
-        count = count - (same_self & (start <= row) & (row < stop)).long()
-    return count
+    if term.skip is None:
+        return count
+    left_out = (start <= term.skip) & (term.skip < stop)
+    if term.query_segment is not None and term.key_segment is not None and n_key:
+        at = term.skip.long().clamp(0, n_key - 1)
+        lead = broadcast(at.shape[:-1], term.key_segment.shape[:-1])
+        segment = term.key_segment.expand(*lead, n_key).gather(-1, at.expand(*lead, n_query))
+        left_out = left_out & (segment == term.query_segment)
+    return count - left_out.long()
 
 
 def _segment_count(query_segment: Tensor, key_segment: Tensor, start: Tensor, stop: Tensor) -> Tensor:
@@ -253,3 +267,130 @@ def _segment_count(query_segment: Tensor, key_segment: Tensor, start: Tensor, st
     low = torch.searchsorted(place, (left * (n_key + 1) + start).contiguous())
     high = torch.searchsorted(place, (left * (n_key + 1) + stop).contiguous())
     return (high.clamp(left, right) - low.clamp(left, right)).clamp(min=0)
+
+
+# ---- a union as terms without a common key --------------------------------------------------------------------------
+
+
+def split_disjoint(terms: Sequence[Term], n_query: int, n_key: int, device: torch.device) -> tuple[Term, ...] | None:
+    """Terms that show the same keys, each to a row at most once; None if two of them are no plain intervals."""
+    if len(terms) < 2:
+        return tuple(terms)
+    plain = [term for term in terms if term.is_interval]
+    others = [term for term in terms if not term.is_interval]
+    if len(others) > 1:
+        return None
+    zero = torch.zeros(n_query, dtype=torch.int32, device=device)
+    end = zero + n_key
+    starts = [zero if term.start is None else term.start.clamp(0, n_key).to(torch.int32) for term in plain]
+    stops = [end if term.stop is None else term.stop.clamp(0, n_key).to(torch.int32) for term in plain]
+    ends = torch.stack(torch.broadcast_tensors(*starts, *stops), -1)  # (*b, Q, 2 * intervals)
+    start, order = ends[..., : len(plain)].sort(dim=-1)
+    # one turned round, as an & of intervals may leave it, shows nothing and reaches no further back than it starts
+    stop = torch.maximum(ends[..., len(plain) :].gather(-1, order), start)
+    reached = torch.cummax(stop, -1).values  # where the intervals up to this one end
+    before = torch.cat([torch.zeros_like(start[..., :1]), reached[..., :-1]], -1)
+    found = list(_intervals(torch.maximum(start, before), stop))
+    if others:  # what is before each interval, and after the last
+        last = reached[..., -1:]
+        gaps = [*_intervals(before, start), *_intervals(last, end[:, None].expand_as(last))]
+        found += [others[0] & gap for gap in gaps]
+    return tuple(found)
+
+
+def _intervals(start: Tensor, stop: Tensor) -> Iterator[Term]:
+    for one, other in zip(start.unbind(-1), stop.unbind(-1), strict=True):
+        yield Term(start=one.contiguous(), stop=other.contiguous())
+
+
+# ---- a union that is cut --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """Terms over n_query rows and n_key keys, with the batch dimensions of the rows; no terms show every key."""
+
+    terms: tuple[Term, ...]
+    n_query: int
+    n_key: int
+    batch: tuple[int, ...]
+    device: torch.device
+
+    @staticmethod
+    def of(terms: Sequence[Term], n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> Visibility:
+        """A support bound to these sizes."""
+        plain = any(term.trivial for term in terms)
+        return Visibility(() if plain else tuple(terms), n_query, n_key, tuple(batch), device)
+
+    def cut(self, rows: slice | Tensor | None = None, keys: slice | None = None) -> Visibility:
+        """Some of the rows, some of the keys; a slice has both ends."""
+        terms, n_query, n_key = self.terms, self.n_query, self.n_key
+        if rows is not None:
+            terms = tuple(term.rows(rows) for term in terms)
+            n_query = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        if keys is not None:
+            terms = tuple(term.keys(keys) for term in terms)
+            n_key = keys.stop - keys.start
+        return replace(self, terms=terms, n_query=n_query, n_key=n_key)
+
+    def entries(self, axis: int, at: slice) -> Visibility:
+        """Some entries of a batch dimension, for aligned terms."""
+        if at == slice(None):
+            return self
+        batch = list(self.batch)
+        batch[axis] = min(batch[axis], at.stop - at.start)
+        return replace(self, terms=tuple(term.entries(axis, at) for term in self.terms), batch=tuple(batch))
+
+    def also(self, mask: Tensor) -> Visibility:
+        """Only keys that this mask (..., Q or 1, K or 1) shows as well."""
+        shown = Term(mask=mask).align(len(self.batch))
+        return replace(self, terms=tuple(term & shown for term in self.terms) or (shown,))
+
+    def split_heads(self, groups: int) -> Visibility:
+        """For grouped queries: terms and batch with the heads as (key heads, groups)."""
+        if groups == 1:
+            return self
+        *lead, heads = self.batch
+        terms = tuple(term.split_heads(groups) for term in self.terms_here())
+        return replace(self, terms=terms, batch=(*lead, heads // groups, groups))
+
+    def visible(self) -> Tensor:  # (*batch, Q)
+        """How many keys each row sees."""
+        return visible(self.terms_here(), self.n_query, self.n_key, self.batch, self.device)
+
+    def terms_here(self) -> tuple[Term, ...]:
+        """The terms as a backend takes them: aligned."""
+        return tuple(term.align(len(self.batch)) for term in self.terms)
+
+    def shown(self) -> tuple[Term, ...] | None:
+        """As `terms_here`, but only those that matter: () if every key is seen, None if none is. Looks at values."""
+        if not self.terms:
+            return ()
+        found = []
+        for term in self.terms_here():
+            if term.skip is not None and not bool(((term.skip >= 0) & (term.skip < self.n_key)).any()):
+                term = term._replace(skip=None)
+            seen = _extent(term, self.n_key)
+            if seen == "all":
+                return ()
+            if seen == "some":
+                found.append(term)
+        return tuple(found) or None
+
+
+def _extent(term: Term, n: int) -> str:
+    """Whether the rows of a term see all, some or none of n keys, as far as its intervals and mask determine it."""
+    start, stop = term.start, term.stop
+    whole = term.query_segment is None and term.skip is None
+    if start is not None or stop is not None:
+        first = torch.zeros_like(stop) if start is None and stop is not None else start
+        assert first is not None
+        last = torch.full_like(first, n) if stop is None else stop
+        if not bool((first.clamp(min=0) < last.clamp(max=n)).any()):
+            return "none"
+        whole = whole and bool(((first <= 0) & (last >= n)).all())
+    if term.mask is not None:
+        if not bool(term.mask.any()):
+            return "none"
+        whole = whole and bool(term.mask.all())
+    return "all" if whole else "some"

@@ -4,9 +4,9 @@
     model = AutoModel.from_pretrained(..., attn_implementation="partita")
     model(**inputs, output_attentions=True).attentions[layer].entropy        # (batch, heads, n_query), differentiable
 
-Attention *and* mask function are registered: transformers passes no mask at all to a name that has only the first.
-A policy is applied relative to the model's own scaling: it multiplies it by policy(n, dim) * sqrt(dim), so that
-`InverseSqrt` changes nothing, also in models that scale their queries beforehand (Whisper) or not at all (T5).
+Attention *and* mask function are registered: transformers passes no mask to a name that has only the first. A policy
+multiplies the model's own scaling by policy(n, dim) * sqrt(dim), so `InverseSqrt` changes nothing, also in models that
+scale their queries beforehand (Whisper) or not at all (T5).
 """
 
 from __future__ import annotations
@@ -26,23 +26,38 @@ from partita import scale as scales
 from partita import support as supports
 from partita.attn import attention, entropy_penalty
 from partita.attn.entropy import check_entropy_weight, weighs
-from partita.attn.rotary_attention import Turning, turned_attention
+from partita.attn.positions import RopeFrequencies
+from partita.attn.problem import Options, Problem
+from partita.attn.rotary_attention import rope_attention
+from partita.attn.sdpa import finish
 from partita.engine import Stats
+from partita.engine.state import sink_share
 from partita.errors import ValueRangeError
 from partita.interception import Patch
 from partita.scale import Policy, TargetEntropy
 
-__all__ = ["MADE", "NAMES", "OBSERVERS", "TURNING", "called_by", "register", "set_scale"]
+__all__ = [
+    "MADE",
+    "NAMES",
+    "OBSERVERS",
+    "ROPE",
+    "called_by",
+    "configs_of",
+    "made_from",
+    "register",
+    "set_scale",
+    "to_plain",
+]
 
 EntropyWeight = float | Sequence[float] | Tensor | Mapping[int, float | Sequence[float] | Tensor]
 LayerScale = Policy | Mapping[int, Policy] | Callable[[nn.Module], Policy | None]
 _FIELD = "partita_scale"  # of a model's config, so that save_pretrained keeps it
 NAMES: set[str] = set()  # names under which transformers knows partita's attention
-# who wants to know what the keys of a tensor received; asked for, and forgotten, by the attention that reads it
+# by tensor of keys, a function that receives their column sums; the attention that reads the keys removes it
 OBSERVERS = WeakIdKeyDictionary()
-TURNING = "partita_turning"  # of an attention module that leaves it to partita to turn its queries and keys
-MADE: list[Callable[[Any], None]] = []  # who wants to see a model of transformers when it is made
-_CALLED: list[list[nn.Module]] = []  # lists of attention modules as they are called, while somebody asks
+ROPE = "partita_rope"  # attribute of an attention module whose queries and keys partita rotates
+MADE: list[Callable[[Any], None]] = []  # called with each model of transformers that is made
+_CALLED: list[list[nn.Module]] = []  # lists of attention modules as they are called, one per active `called_by`
 _TAKEN = ("sdpa", "flex_attention", "flash", "eager", "paged")  # transformers looks for these inside names
 
 
@@ -52,14 +67,13 @@ def register(
     *,
     attention_entropy_weight: EntropyWeight = 0.0,
 ) -> str:
-    """Make attn_implementation=name known to transformers; gives the name back.
+    """Register attn_implementation=name with transformers; returns the name.
 
     scale: None keeps each model's own; a policy for all layers; a mapping from layer index to policy; or a function of
-    the attention module that gives a policy or None. `set_scale` changes one model afterwards.
-    attention_entropy_weight: a number, one per head, or a mapping from layer index to either. While a model trains,
-    each layer lays aside -weight * mean(H / log n); add `partita.nn.entropy_loss(model)` to its loss. Above 0 keeps
-    attention broad, below 0 sharpens it. A mapping says nothing of layers without a `layer_idx`, as many vision models
-    have them.
+        the attention module that returns a policy or None. `set_scale` changes one model afterwards.
+    attention_entropy_weight: a number, one per head, or a mapping from layer index to either. In training each layer
+        stores -weight * mean(H / log n); add `partita.nn.entropy_loss(model)` to its loss. Above 0 keeps attention
+        broad, below 0 sharpens it. A mapping leaves out layers without a `layer_idx`, as in many vision models.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -92,7 +106,7 @@ def register(
 
 
 def _warn_of_lost_scale(post_init: Callable[..., None], model: Any) -> None:
-    """A model made from a config that holds a policy, with an attention that does not know of it."""
+    """Warn of a model whose config holds a policy that its attention ignores."""
     post_init(model)
     for look in MADE:
         look(model)
@@ -107,27 +121,32 @@ def _warn_of_lost_scale(post_init: Callable[..., None], model: Any) -> None:
 
 
 def set_scale(model: nn.Module, scale: Policy | Mapping[int, Policy] | None) -> None:
-    """Give one model a scale policy, for all layers or per layer index; None gives it its own scale back.
+    """Set a scale policy of one model, for all layers or per layer index; None restores its own scale.
 
-    It is kept in the model's config as plain numbers, so `save_pretrained` and `from_pretrained` carry it along. The
-    model's attention must be partita's: any other ignores the policy, so that one is refused.
+    It is stored in the model's config as plain numbers, so `save_pretrained` and `from_pretrained` keep it. The model's
+    attention must be partita's.
     """
     _check_scale(scale)
     if isinstance(scale, Mapping):
-        plain: Any = {str(layer): _to_dict(policy) for layer, policy in scale.items()}
+        plain: Any = {str(layer): to_plain(policy, "policy") for layer, policy in scale.items()}
     else:
-        plain = None if scale is None else _to_dict(scale)
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        plain = None if scale is None else to_plain(scale, "policy")
+    configs = configs_of(model)
     if not configs:
         raise ValueRangeError("set_scale needs a transformers model; this one has no config.")
-    others = {getattr(config, "_attn_implementation", None) for config in configs.values()} - NAMES
+    others = {getattr(config, "_attn_implementation", None) for config in configs} - NAMES
     if scale is not None and len(others) == len(configs):
         raise ValueRangeError(
             f"the attention of this model is {', '.join(sorted(map(repr, others)))}, which ignores a scale policy. "
             f"First call partita.hf.register() and model.set_attn_implementation('partita')."
         )
-    for config in configs.values():
+    for config in configs:
         setattr(config, _FIELD, plain)
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs inside a model, each once."""
+    return list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
 
 
 def _check_scale(scale: object) -> None:
@@ -138,29 +157,30 @@ def _check_scale(scale: object) -> None:
         raise ValueRangeError(f"scale must be a policy of partita.scale, or one per layer index; got {scale!r}.")
 
 
-def _to_dict(policy: Policy) -> dict[str, Any]:
-    if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
+def to_plain(setting: Any, name: str) -> dict[str, Any]:
+    """A policy or a position setting as numbers for a config; `name` is the entry with its class."""
+    if not dataclasses.is_dataclass(setting):
         raise ValueRangeError(
-            f"{type(policy).__name__} learns, so a config cannot hold it; give it to register(scale=...) instead."
+            f"{type(setting).__name__} learns, so a config cannot hold it; give it to register(scale=...) instead."
         )
-    return {"policy": type(policy).__name__, **dataclasses.asdict(policy)}
+    found = {field.name: getattr(setting, field.name) for field in dataclasses.fields(setting)}
+    plain = {field: to_plain(x, name) if dataclasses.is_dataclass(x) else x for field, x in found.items()}
+    return {name: type(setting).__name__, **plain}
 
 
-def _from_dict(plain: Mapping[str, Any]) -> Policy:
-    fields = dict(plain)
-    kind = getattr(scales, str(fields.pop("policy")))
-    policy = kind(**fields)
-    assert isinstance(policy, Policy)
-    return policy
+def made_from(plain: Mapping[str, Any], name: str, home: object) -> Any:
+    """The inverse of `to_plain`, with the classes of `home`."""
+    given = {field: made_from(x, name, home) if isinstance(x, Mapping) else x for field, x in plain.items()}
+    return getattr(home, str(given.pop(name)))(**given)
 
 
 def _policy(module: nn.Module, registered: LayerScale | None) -> Policy | None:
-    """What this layer should use: the model's own setting, else what was registered."""
+    """The policy of a layer: the model's own setting, else the registered one."""
     layer = getattr(module, "layer_idx", None)
     plain = getattr(getattr(module, "config", None), _FIELD, None)
     if plain is not None:
         plain = plain if "policy" in plain else plain.get(str(layer))
-        return None if plain is None else _from_dict(plain)
+        return None if plain is None else made_from(plain, "policy", scales)
     if registered is None or isinstance(registered, Policy):
         return registered
     if isinstance(registered, Mapping):
@@ -170,7 +190,7 @@ def _policy(module: nn.Module, registered: LayerScale | None) -> Policy | None:
 
 @contextlib.contextmanager
 def called_by() -> Iterator[list[nn.Module]]:
-    """The attention modules that call partita's attention meanwhile, each once, in order."""
+    """The attention modules that call partita's attention inside the context, each once, in order."""
     found: list[nn.Module] = []
     _CALLED.append(found)
     try:
@@ -198,14 +218,14 @@ def _sharpness(policy: Policy | None, own: float | None, dim: int) -> float | Po
     own = dim**-0.5 if own is None else float(own)
     if policy is None:
         return own
-    # a solved scale depends on the scores as they come, whatever was multiplied into them before
+    # a solved scale depends on the scores, not on what scaled them before
     return policy if isinstance(policy, TargetEntropy) else _Relative(policy, own * math.sqrt(dim))
 
 
 def _place(mask: Tensor | None, n_query: int, n_key: int) -> int | Tensor:
-    """Where the queries stand among the keys: at the end of a cache that grows, or at each row's last visible key.
+    """The positions of the queries: at the end of a growing cache, or at each row's last visible key.
 
-    A cache of fixed size has empty places after the queries, which only the mask tells.
+    A cache of fixed size has empty slots after the queries, which only the mask shows.
     """
     if mask is None or n_key == n_query:
         return n_key - n_query
@@ -234,7 +254,7 @@ def _forward(
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=getattr(module, "layer_idx", None), kwargs=kwargs
         )
-    observe = None if torch.compiler.is_compiling() else OBSERVERS.pop(key, None)  # a cache that asks is no graph
+    observe = None if torch.compiler.is_compiling() else OBSERVERS.pop(key, None)  # no graph has such a cache
     n_query = query.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = causal and mask is None and n_query > 1
@@ -246,12 +266,12 @@ def _forward(
         support = supports.window(sliding_window - 1, 0)
     if mask is not None and mask.is_floating_point():
         mask = mask[..., : key.shape[2]]
-        # a mask made of the dtype's minimum hides a key; only so does a row that sees nothing give zero
+        # the dtype's minimum hides a key, so that a row without keys gives zero
         mask = torch.where(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf, mask)
     elif mask is not None:
         mask = mask[..., : key.shape[2]].bool()
     policy = _policy(module, registered)
-    options: dict[str, Any] = {
+    options: Options = {
         "attn_mask": mask,
         "is_causal": causal,
         "scale": _sharpness(policy, scaling, query.shape[-1]),
@@ -259,24 +279,25 @@ def _forward(
         "support": support,
         "bias": bias,
         "softcap": softcap,
-        "sink": s_aux,
-        "return_stats": True,
     }
     for found in _CALLED:
         found += [module] if not any(module is other for other in found) else []
-    received: list[Tensor] = []
-    turning: Turning | None = module.__dict__.get(TURNING)
-    if turning is None:
-        options["return_received"] = observe is not None
-        out, stats, *received = attention(query, key, value, dropout_p=dropout, **options)
-    else:
-        if dropout > 0 or observe is not None:
-            raise ValueRangeError("clipped distances take no dropout, and do not tell what a key received.")
-        where = _place(mask, query.shape[2], key.shape[2])
-        out, stats = turned_attention(query, key, value, turning.to(query.device), where=where, **options)
-    if observe is not None:
-        observe(*received)
-    steer = getattr(policy, "observe", None)  # of a scale that is steered by what it sees
+    rope: RopeFrequencies | None = module.__dict__.get(ROPE)
+    p = None if observe is None else Problem.of(query, key, **options).gibbs()
+    if rope is not None:
+        if dropout > 0 or p is not None:
+            raise ValueRangeError("clipped distances take no dropout, and give no attention received per key.")
+        where, rope = _place(mask, query.shape[2], key.shape[2]), rope.to(query.device)
+        out, stats = rope_attention(query, key, value, rope, where=where, sink=s_aux, return_stats=True, **options)
+    elif p is None or dropout > 0:
+        out, stats = attention(query, key, value, dropout_p=dropout, sink=s_aux, return_stats=True, **options)
+    else:  # the sums over keys and over queries share a pass
+        mean, state = p.mean(value)
+        out, stats = finish(state, value, s_aux, True, mean)
+    if p is not None and observe is not None:
+        taken = None if s_aux is None else sink_share(s_aux.to(stats.entropy)[:, None], stats.log_partition)
+        observe(p.received(None if taken is None else 1 - taken))
+    steer = getattr(policy, "observe", None)  # of a TemperatureController
     if module.training and steer is not None:
         steer(stats)
     return out.transpose(1, 2).contiguous(), stats

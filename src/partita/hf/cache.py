@@ -1,9 +1,9 @@
-"""A key-value cache that keeps the keys which received most, and the most recent ones.
+"""A key-value cache that keeps the keys with the most attention received, and the most recent ones.
 
     score_j = sum over the queries so far of p(j|i)          summed over the query heads that share a key head
 
-After every call each key head keeps its `keep` best keys by that score, and its `recent` last ones, whose score is not
-yet fair. What is kept stays as it was computed, at its own position; memory is O(keep + recent), whatever was read.
+After every call each key head keeps its `keep` best keys by that score and its `recent` last ones. Kept keys are not
+recomputed and stay at their position; memory is O(keep + recent).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _KEPT = ("keys", "values", "received", "positions")
 
 
 def heavy_hitter_cache(model: Any, keep: int, recent: int) -> Any:
-    """A cache for this model that keeps, in each key head, the keys that received most attention and the last ones.
+    """A cache that keeps, in each key head, the keys that received most attention and the last ones.
 
         model.generate(**inputs, past_key_values=heavy_hitter_cache(model, keep=192, recent=64))
 
-    The keys that received most over all queries so far are found without any matrix of weights. With keep=0 it is a
-    recent window. The model's attention must be partita's, since no other tells what a key received.
+    No matrix of weights is made. With keep=0 it is a recent window. The model's attention must be partita's, since no
+    other gives the attention received per key.
     """
     check_whole("keep", keep, least=0)
     check_whole("recent", recent, least=1)
@@ -37,14 +37,14 @@ def heavy_hitter_cache(model: Any, keep: int, recent: int) -> Any:
     own = getattr(config, "_attn_implementation", None)
     if own not in NAMES:
         raise ValueRangeError(
-            f"the attention of this model is {own!r}, which does not tell what a key received. First call "
+            f"the attention of this model is {own!r}, which gives no attention received per key. First call "
             f"partita.hf.register() and model.set_attn_implementation('partita')."
         )
     return Cache(layers=[HeavyHitterLayer(keep, recent) for _ in range(config.num_hidden_layers)])
 
 
 class HeavyHitterLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer of the cache; the attention function of `partita.hf` tells it what its keys received."""
+    """One layer of the cache; the attention function of `partita.hf` passes it what its keys received."""
 
     is_croppable = False
 
@@ -69,7 +69,7 @@ class HeavyHitterLayer(DynamicLayer):  # type: ignore[misc]
 
     @torch.no_grad()
     def observe(self, received: Tensor) -> None:  # (batch, key heads, n_key)
-        """Add what the keys have received in a call, and let go of those that received least."""
+        """Add what the keys received in a call, and drop those that received least."""
         assert self.received is not None
         self.received = self.received + received
         n = self.received.shape[-1]
@@ -90,7 +90,7 @@ class HeavyHitterLayer(DynamicLayer):  # type: ignore[misc]
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Kept keys stand just before the new ones: everything kept is in the past of every query."""
+        """Kept keys come just before the new ones: all of them are in the past of every query."""
         kept = 0 if self.received is None else self.received.shape[-1]
         return kept + query_length, self.cumulative_length - kept
 
@@ -99,7 +99,7 @@ class HeavyHitterLayer(DynamicLayer):  # type: ignore[misc]
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("a cache that has let go of keys cannot be rolled back.")
+        raise NotImplementedError("a cache that has dropped keys cannot be rolled back.")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._batch(lambda t: t.index_select(0, beam_idx.to(t.device)))

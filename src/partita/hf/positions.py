@@ -3,8 +3,8 @@
     partita.hf.set_positions(model, attn.YaRN(8.0, trained=512))
     partita.hf.set_positions(model, None)                              # as trained again
 
-A model's frequencies are a buffer of its rotary modules, and are changed there. Clipped distances cannot be had by
-turning queries and keys: the model then turns nothing, and partita's attention does; its cache holds keys as they are.
+A model's frequencies are a buffer of its rotary modules, and are changed there. For clipped distances the model rotates
+nothing and partita's attention does; its cache then holds unrotated keys.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from partita import attn
-from partita.attn.rotary_attention import Turning
+from partita.attn.positions import RopeFrequencies
 from partita.errors import ValueRangeError
-from partita.hf.attention import MADE, NAMES, TURNING, called_by
+from partita.hf.attention import MADE, NAMES, ROPE, called_by, configs_of, made_from, to_plain
 
 __all__ = ["set_positions"]
 
 _FIELD = "partita_positions"  # of a model's config, so that save_pretrained keeps it
 _OWN = "partita_own_positions"  # of a rotary module: frequencies and amplitude as trained, by buffer
 _PENDING = "partita_pending"  # of a model that was made with such a config, until its first call
-_PROBE, _CLOSE = 12, 1e-3  # tokens that compare two ways of turning, and how far their results may lie apart
+_PROBE, _CLOSE = 12, 1e-3  # tokens that compare two ways of rotating, and the largest difference of results
 
 
 def set_positions(model: nn.Module, positions: attn.Positions | None) -> None:
-    """Let a rotary model read with other positions; None gives it back its own.
+    """Change the positions of a rotary model; None restores its own.
 
-        angle of pair k at position i = i w_k          w_k the model's own, changed as the setting says
+        angle of pair k at position i = i w_k          w_k the model's own, changed by the setting
 
-    Kept in the config as plain numbers, so `save_pretrained` and `from_pretrained` carry it along where
-    `partita.hf.register()` was called before loading. A cache that was filled with other positions must not be used
-    any more. `attn.Clipped` needs partita's attention.
+    Stored in the config as plain numbers, so `save_pretrained` and `from_pretrained` keep it if `partita.hf.register()`
+    was called before loading. A cache filled with other positions is invalid. `attn.Clipped` needs partita's attention.
     """
     if positions is not None and not isinstance(positions, attn.Positions):
         raise ValueRangeError(f"positions must be a setting of partita.attn such as YaRN(8.0, 512); got {positions!r}.")
@@ -48,8 +47,8 @@ def set_positions(model: nn.Module, positions: attn.Positions | None) -> None:
     for rotary in found:
         rotary.check()
     clipped = positions is not None and positions.furthest is not None
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    if clipped and not {getattr(config, "_attn_implementation", None) for config in configs.values()} & NAMES:
+    configs = configs_of(model)
+    if clipped and not {getattr(config, "_attn_implementation", None) for config in configs} & NAMES:
         raise ValueRangeError(
             "clipped distances need partita's attention: first call partita.hf.register() and "
             "model.set_attn_implementation('partita')."
@@ -61,12 +60,12 @@ def set_positions(model: nn.Module, positions: attn.Positions | None) -> None:
     elif positions is not None:
         for rotary in found:
             rotary.write(positions)
-    for config in configs.values():
-        setattr(config, _FIELD, None if positions is None else _to_dict(positions))
+    for config in configs:
+        setattr(config, _FIELD, None if positions is None else to_plain(positions, "positions"))
 
 
 def _wait_for_weights(model: Any) -> None:
-    """A model made with a config that holds a setting takes it on at its first call, when its buffers are filled."""
+    """A model whose config holds a setting takes it on at its first call, when its buffers are filled."""
     if getattr(model.config, _FIELD, None) is None:
         return
 
@@ -75,7 +74,7 @@ def _wait_for_weights(model: Any) -> None:
         if plain is None or not list(_rotaries(module)):
             _drop_pending(module)
         else:
-            set_positions(module, _from_dict(plain))
+            set_positions(module, made_from(plain, "positions", attn))
 
     model.__dict__[_PENDING] = model.register_forward_pre_hook(restore)
 
@@ -88,21 +87,6 @@ def _drop_pending(model: nn.Module) -> None:
 
 
 MADE.append(_wait_for_weights)
-
-# ---- as plain numbers ------------------------------------------------------------------------------------------------
-
-
-def _to_dict(positions: attn.Positions) -> dict[str, Any]:
-    fields = {f.name: getattr(positions, f.name) for f in dataclasses.fields(positions)}
-    plain = {name: _to_dict(x) if isinstance(x, attn.Positions) else x for name, x in fields.items()}
-    return {"positions": type(positions).__name__, **plain}
-
-
-def _from_dict(plain: Mapping[str, Any]) -> attn.Positions:
-    fields = {name: _from_dict(x) if isinstance(x, Mapping) else x for name, x in plain.items()}
-    made = getattr(attn, str(fields.pop("positions")))(**fields)
-    assert isinstance(made, attn.Positions)
-    return made
 
 
 # ---- the rotary modules of a model -----------------------------------------------------------------------------------
@@ -125,12 +109,12 @@ class _Rotary:
         kind = kind.get(self.layers, "default") if isinstance(kind, Mapping) else kind
         if "dynamic" in kind or kind == "longrope":
             raise ValueRangeError(
-                f"{type(self.module).__name__} chooses its frequencies anew with every length (rope_type {kind!r}), "
+                f"{type(self.module).__name__} changes its frequencies with the length (rope_type {kind!r}), "
                 f"which would undo another setting."
             )
 
     def own(self) -> tuple[Tensor, float]:
-        """Frequencies and amplitude as trained, remembered from the first time."""
+        """Frequencies and amplitude as trained, remembered from the first call."""
         known: dict[str, tuple[Tensor, float]] = self.module.__dict__.setdefault(_OWN, {})
         if self.name not in known:
             buffer = getattr(self.module, self.name).detach()
@@ -181,38 +165,38 @@ def _as_trained(model: nn.Module, found: list[_Rotary]) -> None:
     for rotary in found:
         rotary.put(*rotary.own())
     for module in model.modules():
-        module.__dict__.pop(TURNING, None)
+        module.__dict__.pop(ROPE, None)
 
 
 # ---- clipped distances -----------------------------------------------------------------------------------------------
 
 
 def _clip(model: nn.Module, found: list[_Rotary], positions: attn.Positions) -> None:
-    """Nothing turns in the model, everything in its attention: with its own positions first, to see that it is so."""
+    """The model rotates nothing, its attention everything; compared first with the model's own positions."""
     x = next(p for p in model.parameters() if p.is_floating_point())
     training = model.training
     model.eval()
     try:
         with torch.no_grad(), called_by() as layers:
             before = _probe(model)
-        turning = {}
+        rope = {}
         for rotary in found:
             w, amplitude = rotary.own()
-            turning[rotary.layers] = rotary, Turning(w.double(), amplitude, None, rotary.pairs(x.detach()))
+            rope[rotary.layers] = rotary, RopeFrequencies(w.double(), amplitude, None, rotary.pairs(x.detach()))
             rotary.put(torch.zeros_like(w), 1.0)
         for layer in layers:
-            layer.__dict__[TURNING] = _of_layer(layer, turning)[1]
+            layer.__dict__[ROPE] = _of_layer(layer, rope)[1]
         with torch.no_grad():
             after = _probe(model)
-        apart = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
-        if not apart < _CLOSE * (1 if before.dtype in (torch.float32, torch.float64) else 50):
+        difference = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
+        if not difference < _CLOSE * (1 if before.dtype in (torch.float32, torch.float64) else 50):
             raise ValueRangeError(
-                f"{type(model).__name__} turns its queries and keys in a way that partita's attention does not repeat "
-                f"(results lie {apart:.2g} apart), so its distances cannot be clipped."
+                f"{type(model).__name__} rotates its queries and keys in a way that partita's attention does not know "
+                f"(results differ by {difference:.2g}), so its distances cannot be clipped."
             )
         for layer in layers:
-            rotary, own = _of_layer(layer, turning)
-            layer.__dict__[TURNING] = dataclasses.replace(
+            rotary, own = _of_layer(layer, rope)
+            layer.__dict__[ROPE] = dataclasses.replace(
                 own,
                 w=rotary.changed(positions),
                 amplitude=own.amplitude * positions.amplitude,
@@ -225,23 +209,23 @@ def _clip(model: nn.Module, found: list[_Rotary], positions: attn.Positions) -> 
         model.train(training)
 
 
-def _of_layer(layer: nn.Module, turning: Mapping[str, tuple[_Rotary, Turning]]) -> tuple[_Rotary, Turning]:
-    """What turns in this attention module: by its type, where the model has several."""
-    if len(turning) == 1:
-        return next(iter(turning.values()))
+def _of_layer(layer: nn.Module, rope: Mapping[str, tuple[_Rotary, RopeFrequencies]]) -> tuple[_Rotary, RopeFrequencies]:
+    """The rotary module of an attention module: by its type, if the model has several."""
+    if len(rope) == 1:
+        return next(iter(rope.values()))
     kind = getattr(layer, "layer_type", None) or getattr(layer, "attention_type", None)
     if kind is None:
         types = getattr(getattr(layer, "config", None), "layer_types", None)
         kind = types[layer.layer_idx] if types else None
-    if kind is None or kind not in turning:
+    if kind is None or kind not in rope:
         raise ValueRangeError(
-            f"{type(layer).__name__} does not tell which of the rotary positions {sorted(turning)} are its own."
+            f"{type(layer).__name__} does not name which of the rotary positions {sorted(rope)} are its own."
         )
-    return turning[kind]
+    return rope[kind]
 
 
 def _probe(model: nn.Module) -> Tensor:
-    """What the model makes of a few tokens."""
+    """The output of the model for a few tokens."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     ids = torch.arange(_PROBE, device=embedding.weight.device) % embedding.weight.shape[0]
     out = model(input_ids=ids[None])

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from partita import _checks
+from partita._torch_function import overridable
 from partita.comparison import check_kind, divergence, score_divergence, weighted_divergence
+from partita.engine.divergences import Kind
 from partita.errors import ShapeError
 from partita.gibbs import Gibbs
 from partita.precision import loss_dtype
@@ -22,14 +24,15 @@ from partita.rows import reduce_rows
 __all__ = ["distillation_loss", "linear_distillation_loss"]
 
 
+@overridable
 def distillation_loss(
     student: Tensor,  # (..., n_class) logits
     teacher: Tensor,  # (..., n_class) logits
     *,
-    kind: str = "forward",
+    kind: Kind = "forward",
     beta: float = 0.5,
     temperature: float = 1.0,
-    reduction: str = "mean",
+    reduction: _checks.Reduction = "mean",
 ) -> Tensor:
     """T^2 KL(teacher || student) of explicit logits, both at the temperature; the teacher gets no gradient.
 
@@ -40,6 +43,9 @@ def distillation_loss(
     kind, beta: another divergence, as in `partita.divergence`, the teacher first.
     """
     _check(temperature, reduction, kind, beta)
+    _checks.check_float("student", student)
+    _checks.check_float("teacher", teacher)
+    _checks.check_device(("student", "teacher"), (student, teacher))
     if student.shape != teacher.shape:
         raise ShapeError(
             f"student and teacher must have one shape; got {_checks.shape_text(student)} and "
@@ -50,13 +56,14 @@ def distillation_loss(
     return reduce_rows(temperature**2 * rows, reduction).to(loss_dtype(student))
 
 
+@overridable
 def linear_distillation_loss(
     input: Tensor,  # (..., dim)
     linear_weight: Tensor,  # (n_class, dim)
     teacher_input: Tensor,  # (..., dim_teacher)
     teacher_weight: Tensor,  # (n_class, dim_teacher)
     *,
-    kind: str = "forward",
+    kind: Kind = "forward",
     beta: float = 0.5,
     temperature: float = 1.0,
     linear_bias: Tensor | None = None,  # (n_class,)
@@ -64,7 +71,7 @@ def linear_distillation_loss(
     target: Tensor | None = None,  # (...) class indices, read for ignore_index alone
     ignore_index: int = -100,
     sample_weight: Tensor | None = None,  # (...)
-    reduction: str = "mean",
+    reduction: _checks.Reduction = "mean",
 ) -> Tensor:
     """The same for two linear heads over one vocabulary, with the logits of neither; widths may differ.
 
@@ -92,6 +99,9 @@ def linear_distillation_loss(
         ours, theirs, weight = ours[places], theirs[places], weight[places]
     elif kept is not None:
         weight = torch.where(kept, weight, torch.zeros_like(weight))
+    for name, bias in (("linear_bias", linear_bias), ("teacher_bias", teacher_bias)):
+        if bias is not None:
+            _checks.check_classwise(name, bias, linear_weight.shape[0])
     teacher = Gibbs(theirs, teacher_weight.detach(), scale=1 / temperature, bias=_softened(teacher_bias, temperature))
     student = Gibbs(ours, linear_weight, scale=1 / temperature, bias=_softened(linear_bias, temperature, learn=True))
     if reduction == "none":
@@ -119,9 +129,14 @@ def _rows(
     names = ("input", "linear_weight", "teacher_input", "teacher_weight")
     for name, x in zip(names, (input, linear_weight, teacher_input, teacher_weight), strict=True):
         _checks.check_float(name, x)
+        if x.dim() < 1:
+            raise ShapeError(f"{name} must have features in its last dimension; got a single number.")
+    _checks.check_matrix("linear_weight", linear_weight)
+    _checks.check_matrix("teacher_weight", teacher_weight)
     if linear_weight.shape[0] != teacher_weight.shape[0]:
         raise ShapeError(
-            f"both heads must have as many classes; got {linear_weight.shape[0]} and {teacher_weight.shape[0]}."
+            f"both heads must have the same number of classes; got {linear_weight.shape[0]} and "
+            f"{teacher_weight.shape[0]}."
         )
     lead = tuple(input.shape[:-1])
     if tuple(teacher_input.shape[:-1]) != lead:
@@ -137,7 +152,7 @@ def _rows(
     return lead, (target != ignore_index).reshape(-1)
 
 
-def _check(temperature: float, reduction: str, kind: str, beta: float) -> None:
+def _check(temperature: float, reduction: _checks.Reduction, kind: Kind, beta: float) -> None:
     _checks.check_positive("temperature", temperature)
     _checks.check_reduction(reduction)
     check_kind(kind, beta)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from partita import _checks
-from partita._overrides import overridable
+from partita._checks import Reduction
+from partita._torch_function import overridable
+from partita.collective import ALONE
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
-from partita.losses.head import over_rows
-from partita.losses.objective import Options, Terms, likeliest
-from partita.losses.sharded import Slice
+from partita.losses.linear import over_rows
+from partita.losses.objective import Options, Slice, Terms, likeliest
 from partita.precision import loss_dtype
-from partita.processes import ALONE
 from partita.rows import blank_ignored, loss_stats, probabilities, reduce_rows, sums_of
 
 __all__ = ["brier_loss", "cross_entropy", "focal_loss", "mae_loss", "mse_loss"]
@@ -32,7 +32,7 @@ def cross_entropy(
     target: Tensor,  # class indices without the class dimension, or class probabilities of the shape of input
     *,
     weight: Tensor | None = None,  # (n_class,)
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     scale: float | Tensor = 1.0,
@@ -55,11 +55,15 @@ def cross_entropy(
     """
     logits = _classes_last(input)
     n_class = logits.shape[-1]
-    options = Options(n_class, weight, reduction, ignore_index, label_smoothing, float(z_loss), float(entropy_weight))
+    options = Options(n_class, weight, reduction, ignore_index, label_smoothing, z_loss, entropy_weight)
+    if not isinstance(scale, Tensor):
+        _checks.check_number("scale", scale)
+    elif scale.numel() != 1:
+        _checks.check_rows("scale", scale, logits, over="input")
     raised = scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     shape = logits.shape[:-1]
     sample = None if sample_weight is None else over_rows("sample_weight", sample_weight, shape).to(raised.dtype)
-    if target.is_floating_point():
+    if isinstance(target, Tensor) and target.is_floating_point():
         if target.shape != input.shape:
             raise ShapeError(
                 f"class probabilities must have the shape of input, {_checks.shape_text(input)}; "
@@ -87,13 +91,14 @@ def cross_entropy(
     return loss, stats if terms.kept is None else blank_ignored(stats, terms.kept)
 
 
+@overridable
 def focal_loss(
     logits: Tensor,  # as the input of cross_entropy
     target: Tensor,  # class indices
     *,
     gamma: float = 2.0,
     alpha: float | Tensor | None = None,  # one number, or (n_class,)
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int = -100,
 ) -> Tensor:
     """Cross entropy that looks away from what is already right.
@@ -109,6 +114,10 @@ def focal_loss(
     _checks.check_reduction(reduction)
     _checks.check_positive("gamma", gamma, zero=True)
     logits = _classes_last(logits)
+    if isinstance(alpha, Tensor) and alpha.dim():
+        _checks.check_classwise("alpha", alpha, logits.shape[-1])
+    elif alpha is not None and not isinstance(alpha, Tensor):
+        _checks.check_number("alpha", alpha)
     raised = logits.to(torch.promote_types(logits.dtype, torch.float32))
     index, kept = _index(target, logits.shape[:-1], logits.shape[-1], ignore_index)
     nll = sums_of(raised, index).nll()
@@ -119,12 +128,14 @@ def focal_loss(
         sure = wrong <= 0
         rows = torch.where(sure, torch.zeros_like(nll), torch.where(sure, torch.ones_like(wrong), wrong) ** gamma * nll)
     if alpha is not None:
-        rows = rows * (_alpha(alpha, logits)[index] if isinstance(alpha, Tensor) and alpha.dim() else alpha)
+        by_class = isinstance(alpha, Tensor) and alpha.dim() > 0
+        rows = rows * (alpha[_checks.within(index, logits.shape[-1])[0]] if by_class else alpha)  # type: ignore[index]
     return _mean_of_kept(rows, kept, reduction).to(loss_dtype(logits))
 
 
+@overridable
 def brier_loss(
-    input: Tensor, target: Tensor, *, on: str = "probabilities", reduction: str = "mean", ignore_index: int = -100
+    input: Tensor, target: Tensor, *, on: str = "probabilities", reduction: Reduction = "mean", ignore_index: int = -100
 ) -> Tensor:
     """Squared error of a classifier, summed over classes, no factor 1/2: the Brier score. `mse_loss` is its old name.
 
@@ -144,8 +155,9 @@ def brier_loss(
 mse_loss = brier_loss
 
 
+@overridable
 def mae_loss(
-    input: Tensor, target: Tensor, *, on: str = "probabilities", reduction: str = "mean", ignore_index: int = -100
+    input: Tensor, target: Tensor, *, on: str = "probabilities", reduction: Reduction = "mean", ignore_index: int = -100
 ) -> Tensor:
     """Absolute error of a classifier, summed over classes.
 
@@ -167,7 +179,7 @@ def _error(input: Tensor, target: Tensor, on: str, ignore_index: int) -> tuple[T
     logits = _classes_last(input)
     raised = logits.to(torch.promote_types(logits.dtype, torch.float32))
     kept: Tensor | None = None
-    if target.is_floating_point():
+    if isinstance(target, Tensor) and target.is_floating_point():
         if target.shape != input.shape:
             raise ShapeError(f"class probabilities must have the shape of input, {_checks.shape_text(input)}.")
         y = _classes_last(target).to(raised.dtype)
@@ -175,10 +187,12 @@ def _error(input: Tensor, target: Tensor, on: str, ignore_index: int) -> tuple[T
         index, kept = _index(target, logits.shape[:-1], logits.shape[-1], ignore_index)
         # torch's one_hot would fix the number of classes in a graph
         y = (index[..., None] == torch.arange(logits.shape[-1], device=index.device)).to(raised.dtype)
+        lost = _checks.within(index, logits.shape[-1])[1]
+        y = y if lost is None else y.masked_fill(lost[..., None], torch.nan)
     return (probabilities(raised) if on == "probabilities" else raised) - y, kept
 
 
-def _mean_of_kept(rows: Tensor, kept: Tensor | None, reduction: str) -> Tensor:
+def _mean_of_kept(rows: Tensor, kept: Tensor | None, reduction: Reduction) -> Tensor:
     _checks.check_reduction(reduction)
     if kept is None:
         return reduce_rows(rows, reduction)
@@ -208,11 +222,3 @@ def _index(target: Tensor, shape: torch.Size, n_class: int, ignore_index: int) -
     if n_class or (_checks.has_values(kept) and bool(kept.any())):
         _checks.check_classes(safe, n_class, ignore_index)
     return safe, kept
-
-
-def _alpha(alpha: Tensor, logits: Tensor) -> Tensor:
-    if tuple(alpha.shape) != (logits.shape[-1],):
-        raise ShapeError(
-            f"alpha must be a number or one per class, shape ({logits.shape[-1]},); got {_checks.shape_text(alpha)}."
-        )
-    return alpha

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from partita import _checks
+from partita._torch_function import overridable
 from partita.errors import ShapeError
 from partita.precision import log_of
 from partita.rows import reduce_rows
@@ -13,13 +14,14 @@ from partita.rows import reduce_rows
 __all__ = ["nce_loss"]
 
 
+@overridable
 def nce_loss(
     data_score: Tensor,  # (...), log of the unnormalised model at the data
     noise_score: Tensor,  # (..., k), the same at k noise samples of each datum
     data_log_noise: Tensor,  # (...), log noise probability of the data
     noise_log_noise: Tensor,  # (..., k), log noise probability of the noise samples
     *,
-    reduction: str = "mean",
+    reduction: _checks.Reduction = "mean",
 ) -> Tensor:
     """Binary noise-contrastive estimation with k noise samples per datum.
 
@@ -50,6 +52,7 @@ def nce_loss(
 
 
 def _like(name: str, given: Tensor, scores: Tensor) -> Tensor:
+    _checks.check_float(name, given)
     if not _checks.expands(given.shape, scores.shape):
         raise ShapeError(f"{name} must fit {_checks.shape_text(scores)}; got {_checks.shape_text(given)}.")
     return given.to(scores.dtype).expand_as(scores)

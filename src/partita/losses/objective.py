@@ -10,30 +10,43 @@ Class indices, smoothing and class probabilities differ only in the first three 
     probabilities  0                       sum_c weight_c y_c    sum_c weight_c y_c s_c
 
 `linear` needs no streaming: it is a score against a mean key (M-LOSS-9).
+
+The classes of a head may be spread over processes: then every rank holds a slice of the class vectors, in rank order.
+
+    log Z = log sum_r Z_r          score of the target: from the one rank that holds it          rank = sum_r rank_r
+    predicted class: that of the first rank whose largest score is the largest
+
+Inputs and targets are the same on every rank, targets name classes of the whole. Every rank gets the same loss. The
+gradient of a slice is whole; that of the input comes in parts, what flows back through the rank's own classes, which
+add up over ranks (`partita.distributed.replicate(input, group)` adds them up).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from partita import _checks
+from partita.collective import Collective
 from partita.engine import State
-from partita.errors import ShapeError, ValueRangeError
+from partita.engine.request import Request
+from partita.engine.sums import Sums
+from partita.errors import ValueRangeError
 from partita.rows import reduce_rows
 
-__all__ = ["Options", "Terms", "likeliest"]
+__all__ = ["Options", "Slice", "Terms", "check_slice", "likeliest"]
 
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """What a cross entropy may be asked for, in torch's words, checked once."""
+    """The options of a cross entropy, named as in torch, checked once."""
 
     n_class: int
     weight: Tensor | None = None  # (n_class,)
-    reduction: str = "mean"
+    reduction: _checks.Reduction = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -41,19 +54,15 @@ class Options:
 
     def __post_init__(self) -> None:
         _checks.check_reduction(self.reduction)
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueRangeError(f"label_smoothing must lie in [0, 1]; got {self.label_smoothing!r}.")
+        if type(self.label_smoothing) is not float or self.label_smoothing != 0.0:
+            _checks.check_number("label_smoothing", self.label_smoothing, 0, 1)
         _checks.check_whole("ignore_index", self.ignore_index)
-        _checks.check_positive("z_loss", self.z_loss, zero=True)
-        if not _checks.finite(self.entropy_weight):
-            raise ValueRangeError(f"entropy_weight must be finite; got {self.entropy_weight!r}.")
+        if type(self.z_loss) is not float or self.z_loss != 0.0:
+            _checks.check_positive("z_loss", self.z_loss, zero=True)
+        if type(self.entropy_weight) is not float or self.entropy_weight != 0.0:
+            _checks.check_number("entropy_weight", self.entropy_weight)
         if self.weight is not None:
-            _checks.check_float("weight", self.weight)
-            if tuple(self.weight.shape) != (self.n_class,):
-                raise ShapeError(
-                    f"weight must hold one number per class, shape ({self.n_class},); "
-                    f"got {_checks.shape_text(self.weight)}."
-                )
+            _checks.check_classwise("weight", self.weight, self.n_class)
 
     @property
     def regularised(self) -> bool:
@@ -115,3 +124,53 @@ class Terms:
     def reduce(self, rows: Tensor, options: Options) -> Tensor:
         total = self.weigh(self.share).sum() if options.reduction == "mean" else None
         return reduce_rows(rows, options.reduction, total)
+
+
+# ---- classes spread over processes ----------------------------------------------------------------------------------
+
+
+def check_slice(processes: Collective, target: Tensor) -> None:
+    """Raise for class probabilities over a group: they would have to be cut like the classes."""
+    if not processes.alone and isinstance(target, Tensor) and target.is_floating_point():
+        raise ValueRangeError("class probabilities have no form over a group: give class indices, target.long().")
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Which classes are on this rank, and which rows have their target here; in one process that is all of them."""
+
+    processes: Collective
+    n_class: int  # of the whole
+    here: Tensor | None  # bool, per row; None: all
+    index: Tensor  # the class of the row in this slice, 0 where it is elsewhere
+
+    def sums(self, make: Callable[..., Request], *, rank: bool, statistics: bool) -> Sums:
+        """The sums of every row over the classes of all ranks; `make` as for `Collective.slices`."""
+        return self.processes.slices(make, self.index, self.here, rank=rank, statistics=statistics)
+
+    def terms(
+        self,
+        options: Options,
+        linear: Tensor | None,
+        sample: Tensor | None,
+        kept: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Terms:
+        """Weights of every row; class weights and smoothing are sums over the slices.
+
+        linear: sum_c weight_c s_c over the classes of this slice, where there is smoothing.
+        """
+        total, weight = self.processes.total, options.class_weight(dtype)
+        like = torch.ones(self.index.shape, dtype=dtype, device=self.index.device)
+        own = like
+        if weight is not None:
+            own = (
+                weight[_checks.within(self.index, len(weight))[0]] if len(weight) else like * weight.sum()
+            )  # 0, with a gradient
+            own = own if self.here is None else total(torch.where(self.here, own, torch.zeros_like(like)))
+        sample = None if sample is None else self.processes.share(sample)
+        if linear is None:
+            return Terms(own, None, None, own, sample, kept)
+        mass = float(self.n_class) if weight is None else total(weight.sum())
+        smooth, each = options.label_smoothing, options.label_smoothing / self.n_class
+        return Terms((1.0 - smooth) * own, like * (each * mass), each * total(linear), own, sample, kept)

@@ -13,7 +13,17 @@ import math
 import torch
 from torch import Tensor
 
-from partita._checks import check_device, check_float, check_positive, check_reduction, expands, has_values, shape_text
+from partita._checks import (
+    Reduction,
+    check_device,
+    check_float,
+    check_positive,
+    check_reduction,
+    expands,
+    has_values,
+    shape_text,
+)
+from partita._torch_function import overridable
 from partita.errors import ShapeError, ValueRangeError
 from partita.precision import loss_dtype
 from partita.rows import reduce_rows
@@ -21,8 +31,9 @@ from partita.rows import reduce_rows
 __all__ = ["gaussian_nll_loss", "laplace_nll_loss"]
 
 
+@overridable
 def gaussian_nll_loss(
-    input: Tensor, target: Tensor, scale: float | Tensor = 1.0, *, constant: bool = True, reduction: str = "mean"
+    input: Tensor, target: Tensor, scale: float | Tensor = 1.0, *, constant: bool = True, reduction: Reduction = "mean"
 ) -> Tensor:
     """Negative log-likelihood of a target with Gaussian noise around the input: squared error, with its scale.
 
@@ -42,8 +53,9 @@ def gaussian_nll_loss(
     return _reduced(rows + 0.5 * math.log(2 * math.pi) if constant else rows, gap, reduction, input)
 
 
+@overridable
 def laplace_nll_loss(
-    input: Tensor, target: Tensor, scale: float | Tensor = 1.0, *, constant: bool = True, reduction: str = "mean"
+    input: Tensor, target: Tensor, scale: float | Tensor = 1.0, *, constant: bool = True, reduction: Reduction = "mean"
 ) -> Tensor:
     """Negative log-likelihood of a target with Laplace noise around the input: absolute error, with its scale.
 
@@ -62,11 +74,11 @@ def laplace_nll_loss(
     return _reduced(rows + math.log(2) if constant else rows, gap, reduction, input)
 
 
-def _reduced(rows: Tensor, gap: Tensor, reduction: str, input: Tensor) -> Tensor:
+def _reduced(rows: Tensor, gap: Tensor, reduction: Reduction, input: Tensor) -> Tensor:
     return reduce_rows(rows.expand_as(gap), reduction).to(loss_dtype(input))
 
 
-def _residual(input: Tensor, target: Tensor, scale: float | Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+def _residual(input: Tensor, target: Tensor, scale: float | Tensor, reduction: Reduction) -> tuple[Tensor, Tensor]:
     """input - target and the scale, in float32 or better; everything is checked here."""
     check_reduction(reduction)
     check_float("input", input)
@@ -79,6 +91,7 @@ def _residual(input: Tensor, target: Tensor, scale: float | Tensor, reduction: s
         )
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     if isinstance(scale, Tensor):
+        check_float("scale", scale)
         if not expands(scale.shape, input.shape):
             raise ShapeError(f"scale must broadcast to the input {shape_text(input)}; got {shape_text(scale)}.")
         if has_values(scale) and not bool((scale > 0).all()):

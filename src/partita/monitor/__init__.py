@@ -7,50 +7,30 @@ w.frame(); w.findings(); w.report("run.html")
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from partita._later import load
 from partita.monitor.findings import CODES, Finding, Thresholds
 from partita.monitor.loading import DamagedRecordError, RecordError, load_record
 from partita.monitor.record import COLUMNS, SCHEMA, Record
-from partita.monitor.sinks import json_lines, log_to
-from partita.monitor.trackers import csv_file, mlflow, tensorboard, trackio, wandb
+from partita.monitor.sinks import csv_file, json_lines, log_to, mlflow, tensorboard, trackio, wandb
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from partita.monitor.coverage import Coverage as Coverage
     from partita.monitor.handle import Watch as Watch
+    from partita.monitor.options import Coverage as Coverage
 
 __all__ = [
-    "CODES",
-    "COLUMNS",
-    "SCHEMA",
-    "Coverage",
-    "DamagedRecordError",
-    "Finding",
-    "Record",
-    "RecordError",
-    "Thresholds",
-    "Watch",
-    "csv_file",
-    "json_lines",
-    "load_record",
-    "log_to",
-    "mlflow",
-    "tensorboard",
-    "trackio",
-    "wandb",
-    "watch",
-]
-_LATER = {"Coverage": "coverage", "Watch": "handle"}  # these need torch; records and reports do not
+    "CODES", "COLUMNS", "SCHEMA", "Coverage", "DamagedRecordError", "Finding", "Record", "RecordError", "Thresholds",
+    "Watch", "csv_file", "json_lines", "load_record", "log_to", "mlflow", "tensorboard", "trackio", "wandb", "watch",
+]  # fmt: skip
+_LATER = {"Coverage": "options", "Watch": "handle"}  # these need torch; records and reports do not
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return load(__name__, name, _LATER)
 
 
 def watch(
@@ -67,31 +47,34 @@ def watch(
     received: bool = False,
     critical: bool = False,
     live: bool = False,
+    keep: int | None = 1000,
 ) -> Watch:
     """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
 
     A context manager, and a handle (`detach` ends it). The model computes exactly what it would: statistics are made
-    beside its own kernels. A step is one call of the model, or of a loss module that calls it several times in
-    training, or what `set_step` says. A compiled model stays compiled: while it is watched its graphs are others, which
-    report (all options work in them), and afterwards its own serve again without being made anew.
+    in passes of their own, after its kernels. A step is one call of the model, or of a loss module that calls it
+    several times in training, or named by `set_step`. A compiled model stays compiled: while it is watched its graphs
+    are others, which report (all options work in them); afterwards its own serve again without being compiled anew.
 
-    every: look at one step of so many; of the others torch's calls are passed on, and nothing is computed.
-    rows: look at so many evenly spaced queries per call (None: all); the largest score is then a lower bound.
+    every: look at one step in `every`; in the others torch's calls are passed on, and nothing is computed.
+    rows: look at this number of evenly spaced queries per call (None: all); the largest score is then a lower bound.
     layers: numbers (in order of first call) or regular expressions on module names.
     maps: (layer, head) pairs whose attention is kept as a picture of at most 128 x 128.
     sinks: see `partita.monitor.json_lines`, `csv_file`, `tensorboard`, `wandb`, `mlflow`, `trackio`, `log_to`.
-    kernel: "own" keeps the model's own attention kernel and its bits. "partita" lets plain attention (no mask, no
-        dropout) give output and statistics in one pass of partita's: cheaper, and equal within rounding only. In
-        compiled graphs too; there partita's own attention gives both in one pass whatever is asked for.
+    kernel: "own" runs the model's own attention kernel, so its outputs are bit-identical. "partita" lets plain
+        attention (no mask, no dropout) give output and statistics in one pass of partita's: cheaper, and equal within
+        rounding only. In compiled graphs too; there partita's own attention gives both in one pass always.
     received: follow which key positions draw the mass (`record.received`): two passes more at one step of eight in
         training, and at every input otherwise.
     critical: measure the critical scale of every head on a sample of rows: below it a row's best key drowns among those
         that compete with it (columns `critical`, in units of the present scale, and `scale`).
-    live: a line in the terminal: loss, worst head, and findings as they appear (with `rich`, where it is installed).
+    keep: the record holds at most this number of steps (None: all, some 100 kB each for 24 layers of 16 heads). Of a
+        longer run steps stay that are spread evenly over it; sinks receive every step that is looked at.
+    live: a line in the terminal: loss, worst head, and findings as they appear.
     """
     from partita.monitor.handle import Watch
 
     return Watch(
         model, every=every, rows=rows, layers=layers, maps=maps, sinks=sinks, thresholds=thresholds, title=title,
-        kernel=kernel, received=received, critical=critical, live=live,
+        kernel=kernel, received=received, critical=critical, live=live, keep=keep,
     )  # fmt: skip

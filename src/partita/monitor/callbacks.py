@@ -63,7 +63,7 @@ def trainer_callback(**options: Any) -> Any:
     """A callback for the transformers Trainer: `Trainer(..., callbacks=[trainer_callback(every=50)])`.
 
     The callback sees no activations: it names the steps, and the watch on the model does the rest. Batches whose
-    gradients are accumulated are one step, evaluation is not looked at. A loss that is a module beside the model
+    gradients are accumulated are one step, evaluation is not looked at. A loss that is a module outside the model
     (sentence-transformers) is seen; one that is a function is not, unless the model calls it.
     """
     from transformers import TrainerCallback

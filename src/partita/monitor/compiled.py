@@ -1,68 +1,69 @@
 """torch.compile and watching: a compiled model stays compiled, into graphs that report.
 
 For the time of a watched call the user's backend is given to torch.compile behind one that rewrites the graph
-(`graphs.Instrumented`). torch.compile keeps the graphs of two backends apart, so those the user had before wait
+(`graphs.Instrumented`). torch.compile keeps the graphs of two backends separate, so those the user had before stay
 untouched, and serve again afterwards. Modules are followed this way, compiled by torch.compile(model), model.compile()
-or part by part. Of a compiled function nobody knows whether it calls the model: inside a `with` block functions run
-without torch.compile, and beside a handle they are graphs that nobody sees.
+or part by part. Whether a compiled function calls the model cannot be known: inside a `with` block functions run
+without torch.compile, and with a handle alone they are graphs that are not seen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from partita._overrides import TRACED
-from partita.interception import Patch, Wrapper
-from partita.monitor import traced
-from partita.monitor.graphs import Instrumented
+from partita import Stats
+from partita._torch_function import TRACED
+from partita.engine.terms import Term, unpack
+from partita.interception import Patch, Wrapper, named
+from partita.monitor import graphs
+from partita.monitor.graphs import Instrumented, Site
+from partita.monitor.hooks import MODULE_CALL, Frame, FunctionMode, ModuleNames, SoftmaxCall, stacks_layers
+from partita.monitor.losses import FACES
+from partita.monitor.options import Coverage
+from partita.monitor.scores import NoCloseLook, Scores, sdpa_scores
+from partita.support import Support
+
+if TYPE_CHECKING:
+    from partita.monitor.handle import Watch
 
 NOT_SEEN = (
     "nothing was called while watched; the graphs of a compiled function are not seen: compile the model instead, or "
     "use a `with` block, in which functions run without torch.compile"
 )
-# What of torch.compile's inside is used: it is nobody's promise, so another version may lack some of it.
+# Internals of torch.compile, which may be missing in another version: a compiled module then runs without it.
 NEEDED = {
-    "torch._dynamo": ("allow_in_graph",),
     "torch._dynamo.eval_frame": ("_callback_from_stance", "skip_code"),
     "torch._dynamo.trace_rules": ("add", "check"),
 }
 SILENT = "graphs ran that do not report: the version of torch, or its stance, lets no backend be put before theirs"
 SKIPPED = "compiled in place, which torch.compile does not do to a module of torch's own: run without it"
-OURS = (
-    "accumulator",
-    "buffer",
-    "compiled",
-    "functions",
-    "handle",
-    "in_graph",
-    "measure",
-    "modules",
-    "observer",
-    "operator",
-)
-MODULE_CALL = Patch(nn.Module, "__call__")
-_COMPILE = Patch(torch, "compile")
+OURS = ("compiled", "handle", "hooks", "measure", "observer")  # files that are never compiled with a model
 SHELLS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+BY_NAME = {face.__name__: entry for face, entry in FACES.items()}
+_COMPILE = Patch(torch, "compile")
 
 
 def loaded() -> bool:
-    """Somebody has used torch.compile: loading it takes seconds, so nobody else pays for it."""
+    """torch.compile was used in this process: loading it takes seconds, which watching alone must not cost."""
     return "torch._dynamo" in sys.modules
 
 
 class _Eager:
-    """torch.compile is off while anybody asks for it: the first to ask sets the stance, the last to leave restores it.
+    """torch.compile is off while any watch needs it: the first sets the stance, the last to leave restores it.
 
-    Where nobody has used torch.compile yet, it is wrapped until then, so that its first use turns it off.
+    Where torch.compile was not used yet, it is wrapped until then, so that its first use turns it off.
     """
 
     def __init__(self) -> None:
@@ -142,14 +143,21 @@ def missing() -> str | None:
     return None
 
 
-def not_followed(what: str) -> str:
-    return f"run without torch.compile, because torch {torch.__version__} has no {what}, which following graphs needs"
-
-
 def skipped(module: nn.Module) -> bool:
     """Compiled in place, and of a class whose code torch.compile leaves alone then."""
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     return code_of(module) is module and bool(rules.check(type(module).forward))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile's and DistributedDataParallel's shells."""
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif type(model).__name__ in SHELLS:
+            model = model.module  # type: ignore[assignment]
+        else:
+            return model
 
 
 class _Graphs:
@@ -166,35 +174,36 @@ class _Graphs:
         """Graphs made in this call report; `silent` is called where one cannot."""
         with self._lock:
             self._calls += 1
-            TRACED.around = traced.around
+            TRACED.around = graphs.around
         try:
             with self._through(lambda callback: self._instrumented(callback, kernel, silent)):
                 yield
         finally:
             with self._lock:
                 self._calls -= 1
-                TRACED.around = traced.around if self._calls else None
+                TRACED.around = graphs.around if self._calls else None
 
     def off(self) -> AbstractContextManager[None]:
         """As if nothing had been compiled."""
         return self._through(lambda callback: None)
 
     def as_they_are(self) -> AbstractContextManager[None]:
-        """For a module of somebody else's, inside a block too."""
+        """For a module that is not the model's, inside a block too."""
         return self._through(lambda callback: callback)
 
     @contextmanager
     def _through(self, change: Callable[[Any], Any]) -> Iterator[None]:
-        """Whatever is about to run in a frame of torch.compile is asked for here."""
+        """torch.compile looks up here what is about to run in a frame."""
         place: Any = importlib.import_module("torch._dynamo.eval_frame")
         if self._callback is None:
-            importlib.import_module("torch._dynamo").allow_in_graph(traced.mark)
+            torch.compiler.allow_in_graph(graphs.mark)
             rules: Any = importlib.import_module("torch._dynamo.trace_rules")
             for name in OURS:
                 rules.add(f"partita.monitor.{name}")
             self._callback = Patch(place, "_callback_from_stance")
         # between two graphs modules are called one by one: what is compiled then is their code, and not ours around it
-        MODULE_CALL.each(lambda call: place.skip_code(call.__code__))
+        if (call := MODULE_CALL.installed) is not None:
+            place.skip_code(call.__code__)
 
         def around(inner: Callable[[Any], Any], callback: Any) -> Any:
             found = callback if EAGER.forced else inner(callback)
@@ -211,7 +220,7 @@ class _Graphs:
             silent()  # a stance that defers compiling, or another version of torch
             return callback
         if isinstance(backend, Instrumented):
-            return callback  # another watch was asked first
+            return callback  # another watch came first
         known = self._known.setdefault(callback, {})
         if kernel not in known:
             behind = convert._clone_with_backend(Instrumented(backend, kernel))
@@ -222,12 +231,160 @@ class _Graphs:
 GRAPHS = _Graphs()
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's and DistributedDataParallel's shells."""
-    while True:
-        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        elif type(model).__name__ in SHELLS:
-            model = model.module  # type: ignore[assignment]
-        else:
-            return model
+# ---- what a watch does with a report from a graph: it looks as it would have, had the call been seen -----------------
+
+
+@contextmanager
+def listening(listener: Graphs) -> Iterator[None]:
+    """While a compiled module is called in this thread."""
+    before = graphs.listeners()
+    graphs.HERE.listeners = (*before, listener) if listener not in before else before
+    try:
+        yield
+    finally:
+        graphs.HERE.listeners = before
+
+
+@dataclass(frozen=True, eq=False)
+class Bound(Support):
+    """A support whose terms are known."""
+
+    terms: tuple[Term, ...]
+
+    def bind(self, *_: Any) -> tuple[Term, ...]:
+        return self.terms
+
+
+class Graphs:
+    """The graphs that reported to one watch, and what it makes of their reports."""
+
+    def __init__(self, watch: Watch, mode: FunctionMode, names: ModuleNames, called: dict[str, int]) -> None:
+        self.watch, self._mode, self._names, self._called = watch, mode, names, called
+        self._seen: set[str] = set()  # modules whose softmax was
+        self._unseen: dict[str, None] = {}  # losses whose arguments are no part of a graph
+        self._silent = False  # a graph ran that does not report
+        self._known: dict[tuple[int, int], tuple[Frame, ...] | None] = {}  # by site and compiled module
+
+    def reported(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A graph reports one of its calls, while it runs: a graph of the code of the innermost module called."""
+        watch = self.watch
+        root = watch.stack[-1].module
+        place = site.number, id(root)
+        if place not in self._known:
+            self._known[place] = self._frames(site, root)
+            if site.about is not None:
+                self._read(site.about, root)
+        frames = self._known[place]
+        if frames is None or site.about is not None or not watch.listening():
+            return
+        depth = len(watch.stack)
+        watch.stack.extend(frames)
+        try:
+            watch.observer.guard(lambda: self._look(site, args, kwargs))
+        finally:
+            del watch.stack[depth:]
+
+    def pass_over(self) -> None:
+        self._silent = True
+
+    def remarks(self, found: Coverage, seen: set[str]) -> list[str]:
+        """Text about graphs for the coverage, of all modules seen; those seen inside graphs are added to it."""
+        more = [SILENT] if self._silent else []
+        if inside := sorted(self._seen & seen):
+            found["in_graphs"] = inside
+            more.append(f"{len(inside)} of them inside graphs of torch.compile")
+        if self._unseen:
+            more.append(f"losses not seen, because objects are no part of a graph: {', '.join(self._unseen)}")
+        return more
+
+    def _read(self, about: Any, root: nn.Module) -> None:
+        """What holds for a graph as a whole, once."""
+        for path in about.modules | about.by_hand:
+            with contextlib.suppress(AttributeError):
+                module = root.get_submodule(path)
+                name = self._names.name(module)
+                if name is not None:
+                    self._called[name] = self._called.get(name, 0) + 1
+                    if path in about.by_hand:
+                        self.watch.observer.by_hand[name] = type(module).__name__
+
+    def _frames(self, site: Site, root: nn.Module) -> tuple[Frame, ...] | None:
+        """The modules around a call, below the compiled one; None where the call is not in the watched model."""
+        path = site.path + (".self_attn" if site.kind == "encoder layer" else "")
+        parts = path.split(".") if path else []
+        # a decoder that is passed a mask of its own does not inherit that of the model
+        two = bool(getattr(getattr(root, "config", None), "is_encoder_decoder", False))
+        try:
+            chain = [root.get_submodule(".".join(parts[:end])) for end in range(1, len(parts) + 1)]
+        except AttributeError:
+            return None
+        if self._names.name(chain[-1] if chain else root) is None:
+            return None
+        known = [(self._names.name(module), module) for module in chain]
+        return tuple(Frame(n, m, None, two and stacks_layers(m), False) for n, m in known if n is not None)
+
+    def _look(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Inside the frames of the call."""
+        watch = self.watch
+        if (site.kind == "face" and args[0] != "attention") or site.kind in BY_NAME:
+            face, given, more, plain = args if site.kind == "face" else (site.kind, args, kwargs, True)
+            if plain:
+                watch.observer.record_loss(BY_NAME[face], given, more)
+            else:
+                self._unseen[BY_NAME[face].name] = None
+            return
+        event = self._event(site, args, kwargs, watch.stack[-1])
+        if event is not None:
+            watch.observer.record_attention(event)
+        self._seen.add(watch.stack[-1].name)
+
+    def _event(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], top: Frame) -> SoftmaxCall | None:
+        if site.kind == "softmax":
+            return self._mode.softmax_call(args[0] if args else kwargs["input"], None, site.cross)
+        if site.kind == "face":
+            if not args[3]:
+                raise NoCloseLook("a score given by a callable, or a position bias too large for a close look")
+            call, stats = _marked(*args[1], **args[2])
+            return _event(call, "partita", top, site.cross, stats)
+        if site.kind in FUSED:
+            found = _fused(FUSED[site.kind], args)
+            return None if found is None else _event(found, "MultiheadAttention", top, False)
+        return self._mode.sdpa_call(named(args, kwargs), site.kind, site.cross, None, kwargs["stats"])
+
+
+def _event(call: Scores, kind: str, top: Frame, cross: bool, stats: Any = None) -> SoftmaxCall:
+    operands = call.query, call.key, call.mask, call.scale
+    return SoftmaxCall(kind, top, *operands, statistics=stats, cross=cross, scores=call.scores, build=lambda: call)
+
+
+def _marked(
+    query: Tensor, key: Tensor, scale: Any, mask: Tensor | None, causal: bool, softcap: float | None,
+    *, stats: Any, shown: list[Tensor], layout: list[int] | None,
+) -> tuple[Scores, Stats]:  # fmt: skip
+    """Attention of partita, as `graphs` has marked it."""
+    support = None if layout is None else Bound(unpack(shown, layout))
+    return Scores(query, key, scale, mask, causal, support, softcap), Stats(*stats)
+
+
+# the arguments of torch's fused layers that their attention depends on, in order
+FUSED = {
+    "encoder layer": "x width heads weight bias _ _ _ norm_first eps norm_weight norm_bias _ _ _ _ _ _ mask kind",
+    "fused attention": "x _ _ _ heads weight bias _ _ mask _ _ kind",
+}
+
+
+def _fused(names: str, args: tuple[Any, ...]) -> Scores | None:
+    """kind: 0 for a mask (n, n), 1 for padded keys (batch, n), 2 for both, (batch, heads, n, n); True is hidden."""
+    call = dict(zip(names.split(), args, strict=False))
+    x, weight, bias, mask = call["x"], call["weight"], call["bias"], call.get("mask")
+    if x.is_nested:
+        return None
+    if call.get("norm_first"):
+        x = F.layer_norm(x, (call["width"],), call["norm_weight"], call["norm_bias"], call["eps"])
+    rows = 2 * weight.shape[0] // 3
+    both = F.linear(x, weight[:rows], bias[:rows]).chunk(2, -1)
+    query, key = (t.unflatten(-1, (call["heads"], -1)).transpose(1, 2) for t in both)
+    if mask is not None:
+        mask = ~mask if mask.dtype == torch.bool else mask
+        mask = mask[:, None, None, :] if call.get("kind") == 1 else mask
+    return sdpa_scores(query, key, mask, False, query.shape[-1] ** -0.5)

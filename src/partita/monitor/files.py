@@ -1,24 +1,18 @@
 """Files that appear whole or not at all. Everything that saves a record, a page, a figure or a verdict writes through
 here.
 
-The unfinished file is made in the same folder under a name nobody can guess, and only if nothing has that name: a link
-that somebody planted there is never followed. Then it takes the place of the old one in a single move.
+The unfinished file is made in the same folder under a random name, and only if nothing has that name: a link
+planted there is never followed. Then it takes the place of the old one in a single move.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows: two writers at once are then the user's affair
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["locked", "replace_file"]
+__all__ = ["replace_file"]
 
 
 def replace_file(path: str | Path, text: str | Iterable[str]) -> Path:
@@ -40,18 +34,3 @@ def replace_file(path: str | Path, text: str | Iterable[str]) -> Path:
         partial.unlink(missing_ok=True)
         raise
     return path
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder while a file in it is read, changed and replaced; others wait."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        yield
-        return
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)  # a killed process loses its lock by itself
-        yield
-    finally:
-        os.close(held)

@@ -1,4 +1,4 @@
-"""Rows -> what is wrong, the evidence, what it means, what to try. Heuristics, and they say so.
+"""Rows -> what is wrong, the evidence, what it means, what to try. Heuristics, stated as such.
 
 Every threshold is a field of `Thresholds` and is printed with the finding it produced. A sink is never a fault by
 itself, and entropy is not importance: a collapsed head may be a useful one (previous token, say).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import combinations
 from typing import Any
@@ -17,18 +17,8 @@ from partita.monitor.record import Record
 
 SEVERITIES = ("info", "warning", "error")
 CODES = (
-    "HEAD_COLLAPSED",
-    "HEAD_UNIFORM",
-    "SINK_HEAD",
-    "LOGIT_GROWTH",
-    "ENTROPY_DROP",
-    "LENGTH_DILUTION",
-    "DUPLICATE_HEADS",
-    "NONFINITE",
-    "NOT_NORMALISED",
-    "EFFECTIVE_NEGATIVES_LOW",
-    "MI_SATURATED",
-    "SCALE_AT_CAP",
+    *("HEAD_COLLAPSED", "HEAD_UNIFORM", "SINK_HEAD", "LOGIT_GROWTH", "ENTROPY_DROP", "LENGTH_DILUTION"),
+    *("DUPLICATE_HEADS", "NONFINITE", "NOT_NORMALISED", "EFFECTIVE_NEGATIVES_LOW", "MI_SATURATED", "SCALE_AT_CAP"),
     "COVERAGE",
 )
 HABITS = ("LENGTH_DILUTION", "SINK_HEAD")  # of a model as a whole: no head is marked for them
@@ -38,7 +28,7 @@ Where = tuple[int, int]  # layer, head
 @dataclass(frozen=True)
 class Thresholds:
     """When a number becomes a finding. The study `finding_quality` measures what each of them lets through and what it
-    misses, on healthy runs and on runs with planted defects: docs/findings.md."""
+    misses, on healthy runs and on runs with planted defects: docs/guide/findings.md."""
 
     collapsed: float = 0.01  # median over rows of H / log(visible) below this
     uniform: float = 0.998  # mean of H / log(visible) above this
@@ -85,7 +75,7 @@ class Finding:
     @property
     def page(self) -> str:
         """Where it is explained: with a picture, how it was provoked, what cured it."""
-        return f"docs/findings-explained.md#{self.code.lower()}"
+        return f"docs/guide/findings-explained.md#{self.code.lower()}"
 
     def __str__(self) -> str:
         limit = f" [{self.threshold}]" if self.threshold else ""
@@ -111,24 +101,25 @@ class Findings(list[Finding]):
     def _repr_html_(self) -> str:
         if not self:
             return "<p>no findings</p>"
-        head = "".join(
-            f"<th style='text-align:left'>{name}</th>" for name in ("severity", "finding", "where", "evidence")
-        )
-        body = "".join(
-            "<tr>"
-            + "".join(f"<td style='text-align:left'>{html.escape(t)}</td>" for t in (f.severity, f.code, f.where[:60]))
-            + f"<td style='text-align:left'>{html.escape(f.evidence[:200])}<br><small>{html.escape(f.meaning)}"
-            + (f" Try: {html.escape(f.action)}" if f.action else "")
-            + "</small></td></tr>"
-            for f in self[:50]
-        )
+
+        def line(tag: str, *cells: str) -> str:
+            return "<tr>" + "".join(f"<{tag} style='text-align:left'>{cell}</{tag}>" for cell in cells) + "</tr>"
+
+        body = ""
+        for f in self[:50]:
+            code, where, evidence, meaning = map(html.escape, (f.code, f.where[:60], f.evidence[:200], f.meaning))
+            action = f" Try: {html.escape(f.action)}" if f.action else ""
+            body += line("td", f.severity, code, where, f"{evidence}<br><small>{meaning}{action}</small>")
         more = f"<p>and {len(self) - 50} more</p>" if len(self) > 50 else ""
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+        head = line("th", "severity", "finding", "where", "evidence")
+        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{more}"
 
 
 def verdicts(findings: Iterable[Finding]) -> dict[Where, list[Finding]]:
-    """Head -> what says that it needs a look, worst first. Every page, mark and sentence takes its verdict from here:
-    a head that is not in it is healthy."""
+    """Head -> the findings because of which it needs a look, worst first; a head that is not in it is healthy.
+
+    Every page, mark and sentence takes its verdict from here.
+    """
     found: dict[Where, list[Finding]] = {}
     for finding in findings:
         if finding.severity != "info" and finding.code not in HABITS:
@@ -156,25 +147,13 @@ class Series:
     def column(self, where: Where, name: str, weight: str = "rows") -> list[float]:
         return [r[name] for r in self.heads[where] if math.isfinite(r[name]) and r[weight] > 0]
 
-    def by_layer(self, test: Callable[[Where], Any]) -> Iterator[tuple[int, list[tuple[Where, Any]]]]:
-        """(layer, [(head, what the test returned)]) for the layers where the test holds for some head."""
-        hits: dict[int, list[tuple[Where, Any]]] = {}
-        for where in sorted(self.heads):
-            if (result := test(where)) is not None:
-                hits.setdefault(where[0], []).append((where, result))
-        yield from hits.items()
-
 
 def find(record: Record, thresholds: Thresholds | dict[str, float] | None = None) -> Findings:
     """All findings, worst first. What is information only comes without a remedy: there is nothing to cure."""
-    from partita.monitor import output_rules, rules
+    from partita.monitor.rules import Judge
 
     limits = thresholds if isinstance(thresholds, Thresholds) else Thresholds().with_(**(thresholds or {}))
-    series = Series(record)
-    found: list[Finding] = []
-    for rule in (*rules.RULES, *output_rules.RULES):
-        found.extend(rule(record, series, limits))
-    found = [replace(f, action="") if f.severity == "info" else f for f in found]
+    found = [replace(f, action="") if f.severity == "info" else f for f in Judge(record, limits).findings()]
     return Findings(sorted(found, key=lambda f: (-SEVERITIES.index(f.severity), CODES.index(f.code))))
 
 

@@ -1,36 +1,42 @@
 """A graph that torch.compile made of a model, rewritten so that its softmaxes and losses report themselves.
 
-Every call of interest is replaced by the same call and a report of its arguments; outputs are what they were. Who asked
-for the compilation gets the rewritten graph into their own backend. Names come from torch.compile, which notes in which
-module each call was traced.
+Every call of interest is replaced by the same call and a report of its arguments; outputs are what they were. The
+rewritten graph goes to the user's own backend. Names come from torch.compile, which notes in which module each call was
+traced. A report is an operator, `partita::report(ticket, tensors, sizes, numbers, site)`: it gives nothing back and has
+an effect. The ticket, a counter that it advances, is what makes torch.compile keep it and keep its order; what is
+measured stays outside the graph. Whether a step is looked at is decided when the operator runs, so that `every=` is no
+new graph.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, library, nn
 
-from partita.interception import SDPA, SOFTMAX
-from partita.monitor.kernel import serve
+from partita.engine.terms import pack
+from partita.interception import SDPA, SOFTMAX, named
+from partita.monitor.hooks import is_attention, serve
 from partita.monitor.losses import FACES
-from partita.monitor.modules import could_be_attention
-from partita.monitor.operator import Site, report
-from partita.monitor.traced import mark
+from partita.monitor.scores import NoCloseLook, partita_scores
 
 PRODUCTS = (torch.matmul, torch.bmm, torch.einsum, "matmul", "bmm", "__matmul__")
 WRAPPED = ("tag_activation_checkpoint", "wrap")  # a body and its operands
 TICKET = "partita_ticket"
+RETURNED = frozenset(function.__name__ for function, face in FACES.items() if face.returned)
+PLAIN = (Tensor, int, float, str, type(None))
 
 
 @dataclass
 class About:
-    """What can be said of a graph as a whole."""
+    """What holds for a graph as a whole."""
 
     kernel: str
     modules: set[str] = field(default_factory=set)  # whose code is in it
@@ -78,7 +84,7 @@ def rewritten(module: fx.GraphModule, ticket: Tensor, kernel: str = "own") -> fx
     made.meta = module.meta
     token = _one_more_input(graph)
     token.meta["example_value"] = ticket
-    # torch.compile asks every input where it comes from; this one is not the user's
+    # torch.compile looks up where every input comes from; this one is not the user's
     for node, copy in {**known, token: token}.items():
         if node.op == "placeholder":
             copy._dynamo_source = getattr(node, "_dynamo_source", None)
@@ -96,7 +102,7 @@ def _one_more_input(graph: fx.Graph) -> fx.Node:
 
 
 def _rewrite(module: fx.GraphModule, token: fx.Node, about: About) -> bool:
-    """Rewrites the nodes; whether there was anything to say."""
+    """Rewrites the nodes; whether there was anything to report."""
     found = False
     for node in list(module.graph.nodes):
         where = stack(node)
@@ -124,9 +130,9 @@ def _rewrite(module: fx.GraphModule, token: fx.Node, about: About) -> bool:
         elif call is mark:
             made = _reporting(_nothing, Site("face", path, crosses(node, path)))
         elif call in FACES:
-            made = _reporting(call, Site(FACES[call][0], path))
+            made = _reporting(call, Site(FACES[call].name, path))
         elif call in SOFTMAXES and _over_keys(node):
-            if kind is not None and not could_be_attention(path, kind):
+            if kind is not None and not is_attention(path, kind):
                 about.by_hand |= {path} if multiplies(node) else set()
                 found = found or multiplies(node)
                 continue
@@ -156,7 +162,7 @@ def _sdpa(site: Site, kernel: str) -> Callable[..., Any]:
     """torch's attention and a report; or partita's with its statistics, where it may and can serve."""
 
     def reported(ticket: Tensor, *args: Any, **kwargs: Any) -> Any:
-        served = serve(args, kwargs) if kernel == "partita" else None
+        served = serve(named(args, kwargs), plain=True) if kernel == "partita" else None
         out, stats = (SDPA_ITSELF(*args, **kwargs), None) if served is None else served
         report(ticket, site, args, {**kwargs, "stats": stats})
         return out
@@ -207,7 +213,7 @@ def inside(source: str) -> str:
     >>> inside("L['self'].layers.0.attn"), inside("L['args'][0].layers[0].attn"), inside("L['self']")
     ('layers.0.attn', 'layers.0.attn', '')
     """
-    # what was compiled beside an attached watch begins with our own wrapper, whose arguments begin with the module
+    # what was compiled while a watch is attached begins with our own wrapper, whose arguments begin with the module
     rest = re.sub(r"^\w+\['args'\]\[0\]|^\w+\[[^\]]*\]", "", source)
     return ".".join(x.strip("'\"") for x in re.findall(r"[^.\[\]]+", rest) if x != "_modules")
 
@@ -277,3 +283,126 @@ def _sources(node: fx.Node, path: str, seen: set[fx.Node]) -> Iterator[fx.Node]:
         return
     for source in node.all_input_nodes:
         yield from _sources(source, path, seen)
+
+
+# ---- the operator that reports ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Site:
+    """A call in a graph: what it is, and in which module, as it is named inside the module that was compiled."""
+
+    kind: str
+    path: str
+    cross: bool = False
+    about: Any = None  # of the graph as a whole
+    call: tuple[Any, list[Any]] | None = None  # its arguments: their structure, and what is no tensor
+
+    def __post_init__(self) -> None:
+        SITES.append(self)
+        self.number = len(SITES) - 1
+
+    def arguments(self, tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float]) -> Any:
+        """The (args, kwargs) of the call that reported."""
+        assert self.call is not None
+        structure, leaves = self.call
+        kinds = {Tensor: iter(tensors), int: iter(sizes), float: iter(numbers)}
+        return pytree.tree_unflatten([next(kinds[x.kind]) if type(x) is _Slot else x for x in leaves], structure)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    kind: type
+
+
+SITES: list[Site] = []
+HERE = threading.local()  # `listeners`: what watches a call of a compiled module in this thread
+_TRACED: dict[type, Any] = {Tensor: Tensor, int: torch.SymInt, float: torch.SymFloat}  # what stands for each in a graph
+
+
+def listeners() -> tuple[Any, ...]:
+    return getattr(HERE, "listeners", ())
+
+
+def report(ticket: Tensor, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Put the operator into the graph that is being traced, with all tensors of the call; or run it."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    found = {kind: [x for x in leaves if isinstance(x, traced)] for kind, traced in _TRACED.items()}
+    site.call = (
+        structure,
+        [next((_Slot(k) for k, traced in _TRACED.items() if isinstance(x, traced)), x) for x in leaves],
+    )
+    tensors = [x.detach() for x in found[Tensor]]
+    torch.ops.partita.report(ticket, tensors, found[int], found[float], site.number)
+
+
+library.define(
+    "partita::report",
+    "(Tensor(a!) ticket, Tensor[] tensors, SymInt[] sizes, float[] numbers, int site) -> ()",
+    tags=(torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else (),
+)
+
+
+@library.impl("partita::report", "CompositeExplicitAutograd")
+def _(ticket: Tensor, tensors: list[Tensor], sizes: list[int], numbers: list[float], site: int) -> None:
+    ticket.add_(1)
+    if torch._C._current_graph_task_id() != -1:
+        return  # a recomputation in the backward pass: the call was seen before
+    for listener in listeners():
+        args, kwargs = SITES[site].arguments(tensors, sizes, numbers)
+        listener.reported(SITES[site], args, kwargs)
+
+
+@library.register_fake("partita::report")  # type: ignore[untyped-decorator]
+def _(*_: Any) -> None:
+    return None
+
+
+# ---- partita's faces, traced while a model is watched ----------------------------------------------------------------
+
+
+def mark(*args: Any, **kwargs: Any) -> None:
+    """A call in a graph that does nothing; `rewritten` puts a report in its place.
+
+    Attention is marked in canonical form, because a mark holds tensors and numbers and no objects: its policy called,
+    its support bound to terms, its statistics from the pass that gives the output. A loss is marked with its arguments.
+    """
+
+
+def around(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Traced in place of a face while a model is watched."""
+    if kwargs.get("group") is not None:  # keys of other ranks, which may not be watched
+        return function(*args, **kwargs)
+    if function.__name__ == "attention":
+        return _attention(function, args, kwargs)
+    out = function(*args, **kwargs)
+    if function.__name__ in RETURNED:
+        mark(function.__name__, (out,), {}, True)
+        return out
+    plain = all(isinstance(x, PLAIN) for x in (*args, *kwargs.values()))
+    mark(function.__name__, args if plain else (), kwargs if plain else {}, plain)
+    return out
+
+
+def _attention(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = named(args, kwargs)
+    wanted = given.pop("return_stats", False)
+    out, stats = function(**given, return_stats=True)
+    _mark_attention(given, stats)
+    return (out, stats) if wanted else out
+
+
+def _mark_attention(given: dict[str, Any], stats: Any) -> None:
+    try:
+        call = partita_scores(given)
+    except NoCloseLook:  # what has no close look without a graph has none here, and breaks no graph
+        mark("attention", (), {}, False)
+        return
+    shown: list[Tensor] = []
+    layout: list[int] | None = None
+    if call.support is not None:
+        terms = call.support.bind(call.n_query, call.n_key, (call.batch, call.heads), given["query"].device)
+        shown, layout = pack(terms)
+    operands = call.query, call.key, call.scale, call.mask, call.causal, call.softcap
+    seen = {"stats": tuple(stats), "shown": shown, "layout": layout}
+    mark("attention", operands, seen, True)

@@ -3,40 +3,63 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from partita.distributed import gather_bytes
 from partita.monitor import compiled
-from partita.monitor.coverage import Coverage, coverage, expected
-from partita.monitor.functions import FunctionMode, in_backward
-from partita.monitor.in_graph import Graphs
-from partita.monitor.live import LiveLine
-from partita.monitor.modules import Roll, frame, takes_fast_path
+from partita.monitor.hooks import (
+    FunctionMode,
+    ModuleNames,
+    SoftmaxCall,
+    Subscriber,
+    Updates,
+    follow,
+    frame,
+    in_backward,
+    serve,
+    takes_fast_path,
+)
+from partita.monitor.loading import read_record
+from partita.monitor.losses import Face
 from partita.monitor.observer import Observer
-from partita.monitor.operator import listening
-from partita.monitor.options import options
-from partita.monitor.provenance import provenance
-from partita.monitor.reading import Reading
-from partita.monitor.record import Record
+from partita.monitor.options import Coverage, Options, coverage, expected, provenance, whole_step
+from partita.monitor.record import Readings, Record, merge_records, text_of
 from partita.monitor.scores import sdpa_scores
-from partita.monitor.updates import Updates
+from partita.monitor.sinks import LiveLine
 
 _REPLAY = threading.local()  # whose second run of a module this is: others have seen the first
 
 
-class Watch(Reading):
+class Call(NamedTuple):
+    """A call of a module, to be made once or several times."""
+
+    inner: Callable[..., Any]
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.inner(self.module, *self.args, **self.kwargs)
+
+
+class Watch(Readings, Subscriber):
     """Observes while it is attached: from construction until `detach`, or for the time of a `with` block.
 
     Made by `partita.watch`, whose arguments it takes.
     It sees the calls of the thread that attached it. A loss outside the model's forward is seen if it is a module; a
-    plain function is seen inside a `with` block only.
+    plain function is seen inside a `with` block only, also before the model is called.
     """
+
+    grouped = False  # keys of other ranks, which may not be watched
 
     def __init__(
         self,
@@ -44,14 +67,16 @@ class Watch(Reading):
         *,
         title: str | None = None,
         live: bool = False,
-        **asked: Any,  # of `options`
+        **given: Any,  # of `Options`
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch takes a torch.nn.Module; got {type(model).__name__}.")
         inside = compiled.unwrap(model)
-        self._roll = Roll(inside)
-        self.options = options(inside, self._roll.names(), **asked)
+        self._names = ModuleNames(inside)
+        self.leaves = self._names.leaves
+        self.options = Options(inside, self._names.names(), **given)
         self.thresholds, self.kernel = self.options.thresholds, self.options.kernel
+        self._whole = self.options.rows is None and self.options.layers is None  # every row of every layer
         if live:
             self.options.sinks.append(LiveLine(self.thresholds))
         self.model = inside
@@ -60,6 +85,7 @@ class Watch(Reading):
         if title:
             self.record.provenance["title"] = title
         self.observer = Observer(self.record, self.options)
+        self.stack = self.observer.stack
         self.observing = False
         self._manual = False
         self._attached: weakref.finalize[..., Watch] | None = None
@@ -67,7 +93,7 @@ class Watch(Reading):
         self._muted = 0
         self._outermost: set[int] = set()
         self._enclosed: bool | None = None  # inside a module that is not the model's: has it called the model?
-        self._learning = False  # it was called to be differentiated, whatever it does inside (cached gradients)
+        self._learning = False  # it was called with gradients, whatever it does inside (cached gradients)
         self._called: dict[str, int] = {}
         self._elsewhere = 0
         self._skipped = False
@@ -76,7 +102,7 @@ class Watch(Reading):
         self._steps = 0
         self._thread = threading.get_ident()
         self._mode = FunctionMode(self)
-        self._graphs = Graphs(self._mode, self._roll, self._called)
+        self._graphs = compiled.Graphs(self, self._mode, self._names, self._called)
         self._updates = Updates(self._mode)
         self._block = False
         self.attach()
@@ -85,16 +111,16 @@ class Watch(Reading):
     def step(self) -> int:
         return self.observer.step
 
-    # ---- on and off ------------------------------------------------------------------------------------------------
+    # ---- on and off --------------------------------------------------------------------------------------------------
 
     def attach(self) -> Watch:
         """Start to follow the model; a second call does nothing."""
         if self._attached is None:
             self._thread = threading.get_ident()
             self._fresh = True  # whatever is called first begins a step
-            self.observer.stack.clear()
-            wrapper = compiled.MODULE_CALL.add(_weakly(self), everywhere=True)
-            self._attached = weakref.finalize(self, compiled.MODULE_CALL.remove, wrapper)
+            self.stack.clear()
+            # without a reference to it a handle ends, and lets its model go, unless it has sinks
+            self._attached = follow(self, kept=bool(self.options.sinks))
         return self
 
     def detach(self) -> None:
@@ -125,20 +151,21 @@ class Watch(Reading):
             self._updates.on()
 
     def shut(self) -> None:
-        self.observer.stack.clear()
+        self.stack.clear()
         if self._block:
             self._block = False
             self._updates.off()
             self._mode.off()
             compiled.EAGER.off()
 
-    # ---- steps -----------------------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def set_step(self, step: int | None) -> None:
         """Name the step; from now on forwards do not advance it (gradient accumulation, trainers).
 
         None: between steps, where nothing is looked at until the next one is named (a trainer that evaluates).
         """
+        step = None if step is None else whole_step(step)
         self._manual = True
         if step is None:
             self.observing = self._fresh = False
@@ -155,177 +182,174 @@ class Watch(Reading):
         self.observing = step % self.options.every == 0
         self.observer.count += self.observing
 
+    def begin(self) -> None:
+        """Whatever is called first begins a step: the model, or a loss."""
+        if not self._fresh or self._muted or threading.get_ident() != self._thread:
+            return
+        if not self._manual:
+            self._next(self.step + 1)
+        elif not self.observing:
+            self._next(max(self.step, 0))  # attached again within a named step
+        self._fresh = False
+
     def _begin(self, module: nn.Module) -> None:
         """A call of the model, or of a part of it, from outside: a step, unless a loss calls the model once more."""
         again = self._enclosed is True and self._learning and self.step >= 0
-        if not self._manual and not again and (self._fresh or id(module) in self._outermost):
+        if self._fresh:
+            self.begin()
+        elif not self._manual and not again and id(module) in self._outermost:
             self._next(self.step + 1)
-        elif self._manual and self._fresh and not self.observing:
-            self._next(max(self.step, 0))  # attached again within a named step
-        self._fresh = False
         self._outermost.add(id(module))
-        self.observer.begin_forward()
+        self.observer.calls.clear()
         if self._enclosed is not None:
             self._enclosed = True
+
+    # ---- calls of modules --------------------------------------------------------------------------------------------
 
     def called(
         self, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Every call of every module passes here while the watch is attached."""
+        """Every call of every module, but for torch's leaves inside the model, while the watch is attached."""
         if self._muted or in_backward() or getattr(_REPLAY, "owner", self) is not self:
             return inner(module, *args, **kwargs)
+        name = self._names.name(module)
         if threading.get_ident() != self._thread:
-            self._elsewhere += self._roll.name(module) is not None
+            self._elsewhere += name is not None
             return inner(module, *args, **kwargs)
-        self._updates.resume()
-        code, name = compiled.code_of(module), self._roll.name(module)
-        if code is not None and (lacking := compiled.missing()) is not None:
-            return self._without_graphs(lacking, name, inner, module, args, kwargs)
-        if code is not None and (name is None or not compiled.skipped(module)):
-            with self._mode.without():
-                return self._call_graphs(code, inner, module, args, kwargs)
+        if self._updates.above is not None:
+            self._updates.resume()
+        call, code = Call(inner, module, args, kwargs), compiled.code_of(module)
+        if code is not None:
+            return self._compiled(code, name, call)
         if name is None:
-            with self._beside():
-                return self._pass_by(inner, module, args, kwargs)
-        self._skipped = self._skipped or code is not None
-        with contextlib.nullcontext() if code is None else compiled.GRAPHS.off():
-            return self._follow(name, module, lambda: self._plainly(name, inner, module, args, kwargs))
+            return self._foreign_with_mode(call)
+        return self._tracked(name, module, self._eager, name, call)
 
-    def _without_graphs(
-        self, lacking: str, name: str | None, inner: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
-        """A compiled module, with a torch whose graphs cannot be made to report: seen as if nobody had compiled it."""
-        if name is None and all(part is not self.model for part in module.modules()):
-            return self._pass_by(inner, module, args, kwargs)
-        self._lacking = lacking
-        with torch.compiler.set_stance("force_eager"):
-            if name is None:
-                return self._pass_by(inner, module, args, kwargs)
-            return self._follow(name, module, lambda: self._plainly(name, inner, module, args, kwargs))
+    def _compiled(self, code: nn.Module, name: str | None, call: Call) -> Any:
+        """A module that torch.compile runs: as graphs that report, or as if it had not been compiled."""
+        module, lacking = call.module, compiled.missing()
+        if lacking is None and (name is None or not compiled.skipped(module)):
+            with self._mode.without():
+                return self._call_graphs(code, call)
+        if lacking is None:
+            self._skipped, off = True, compiled.GRAPHS.off()
+        elif name is None and not _holds(module, self.model):
+            return self._foreign(call)
+        else:
+            self._lacking, off = lacking, torch.compiler.set_stance("force_eager")
+        with off:
+            return self._foreign(call) if name is None else self._tracked(name, module, self._eager, name, call)
 
-    def _call_graphs(
-        self, code: nn.Module, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """A compiled module; one of somebody else's may hold ours."""
-        name = self._roll.name(code)
-        if name is None and all(part is not self.model for part in code.modules()):
+    def _call_graphs(self, code: nn.Module, call: Call) -> Any:
+        """A compiled module; one that is not the model's may hold it."""
+        name = self._names.name(code)
+        if name is None and not _holds(code, self.model):
             with compiled.GRAPHS.as_they_are():
-                return self._pass_by(inner, module, args, kwargs)
+                return self._foreign(call)
+        kernel = self.kernel if self._whole else "own"
 
-        kernel = self.kernel if self.options.rows is None and self.options.layers is None else "own"
+        def run() -> Any:
+            if name is not None or not self.stack:
+                self.stack.append(frame(name or "", code, call.kwargs, call.args))
+            with compiled.listening(self._graphs), compiled.GRAPHS.reporting(kernel, self._graphs.pass_over):
+                return call()
 
-        def call() -> Any:
-            first = () if name is None and self.observer.stack else (frame(name or "", code, kwargs, args),)
-            self.observer.stack.extend(first)
-            with listening(self._graphs), compiled.GRAPHS.reporting(kernel, self._graphs.pass_over):
-                return inner(module, *args, **kwargs)
+        return self._tracked(name or "", code if name is not None else self.model, run)
 
-        return self._follow(name or "", code if name is not None else self.model, call)
+    def _tracked(self, name: str, module: nn.Module, call: Callable[..., Any], *given: Any) -> Any:
+        """A call of the model or of a part of it; the outermost one may begin a step.
 
-    def _follow(self, name: str, module: nn.Module, call: Callable[[], Any]) -> Any:
-        """A call of the model or of a part of it; the outermost one may begin a step."""
+        No context manager: one that is entered between two graphs of torch.compile would be compiled with them.
+        """
         begin = time.perf_counter()
         if self._started is None:
             self._started = begin
-        if not self.observer.stack:
+        if not self.stack:
             self._begin(module)
         self._called[name] = self._called.get(name, 0) + 1
-        depth = len(self.observer.stack)
+        depth = len(self.stack)
         self.observer.spent_s += time.perf_counter() - begin
         try:
-            return call()
+            return call(*given)
         finally:
-            del self.observer.stack[depth:]
+            del self.stack[depth:]
             self.observer.ended = time.perf_counter()
 
-    def _plainly(
-        self, name: str, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _eager(self, name: str, call: Call) -> Any:
+        module = call.module
         if takes_fast_path(module) and not hasattr(_REPLAY, "owner"):
-            return self._run_twice(name, inner, module, args, kwargs)
-        self.observer.stack.append(frame(name, module, kwargs, args))
-        with self._listen():
-            return inner(module, *args, **kwargs)
+            return self._run_twice(name, call)
+        outermost = not self.stack
+        self.stack.append(frame(name, module, call.kwargs, call.args))
+        if self._block or not outermost or not self.observing:  # the mode is on already, or not wanted
+            return call()
+        with self._mode.during():
+            return call()
 
-    def _pass_by(self, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Somebody else's module: a loss, perhaps, that calls the model; its own fast paths stay open."""
-        quiet = self._mode.without() if self._block and takes_fast_path(module) else contextlib.nullcontext()
-        outermost = not self.observer.stack and self._enclosed is None
-        if outermost:
-            self._enclosed, self._learning = False, torch.is_grad_enabled()
-        try:
-            with quiet:
-                return inner(module, *args, **kwargs)
-        finally:
-            if outermost:
-                self._enclosed = None
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Somebody else's module may be the loss: it is listened to like the model, where no `with` block does."""
-        wanted = self.observing or (not self._manual and (self.step + 1) % self.options.every == 0)
-        if self._block or self.observer.stack or not wanted:
-            yield
-            return
-        self._block = True
-        self._mode.on()
-        try:
-            yield
-        finally:
-            self._block = False
-            self._mode.off()
-
-    def _run_twice(
-        self, name: str, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _run_twice(self, name: str, call: Call) -> Any:
         """torch's fast path gives the result; a second run, on the slow one, is looked at."""
         self._muted += 1
         try:
             with self._mode.without():
-                out = inner(module, *args, **kwargs)
+                out = call()
         finally:
             self._muted -= 1
         if self.observing:
             spent, begin = self.observer.spent_s, time.perf_counter()
-            self.observer.stack.append(frame(name, module, kwargs, args))
             _REPLAY.owner = self
             try:
-                with self._listen():
-                    module.forward(*args, **kwargs)
+                self._eager(name, call._replace(inner=type(call.module).forward))
             finally:
                 del _REPLAY.owner
             self.observer.spent_s = spent + time.perf_counter() - begin  # the whole second run is ours
         return out
 
-    @contextlib.contextmanager
-    def _listen(self) -> Iterator[None]:
-        """The function mode is on for the outermost forward, unless the `with` block holds it already."""
-        if self._block or len(self.observer.stack) > 1 or not self.observing:
-            yield
-            return
-        self._mode.on()
+    def _foreign(self, call: Call) -> Any:
+        """A module that is not the model's: a loss, perhaps, that calls the model; its own fast paths stay open."""
+        quiet = self._mode.without() if self._block and takes_fast_path(call.module) else contextlib.nullcontext()
+        outermost = not self.stack and self._enclosed is None
+        if outermost:
+            self._enclosed, self._learning = False, torch.is_grad_enabled()
         try:
-            yield
+            with quiet:
+                return call()
         finally:
-            self._mode.off()
+            if outermost:
+                self._enclosed = None
 
-    # ---- what the function mode reports ------------------------------------------------------------------------------
+    def _foreign_with_mode(self, call: Call) -> Any:
+        """It may be the loss: its functions are seen like the model's, also without a `with` block."""
+        wanted = self.observing or (not self._manual and (self.step + 1) % self.options.every == 0)
+        if self._block or self.stack or not wanted:
+            return self._foreign(call)
+        self._block = True
+        try:
+            with self._mode.during():
+                return self._foreign(call)
+        finally:
+            self._block = False
+
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def listening(self) -> bool:
         return self.observing and not self._muted and getattr(_REPLAY, "owner", self) is self
 
     def outside(self) -> bool:
         """Not inside the watched model, or not to be looked at."""
-        return not self.observer.stack or self._muted > 0 or threading.get_ident() != self._thread
+        return not self.stack or self._muted > 0 or threading.get_ident() != self._thread
 
-    def guard(self, look: Callable[[], None]) -> None:
-        if not self._muted and threading.get_ident() == self._thread and not torch.compiler.is_compiling():
-            self.observer.guard(look)
+    def serve(self, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
+        return serve(call, plain=True) if self.kernel == "partita" and self._whole and not self.outside() else None
 
-    def guard_inside(self, look: Callable[[], None]) -> None:
-        """The same for a softmax: one outside the watched model is none of ours."""
+    def softmax(self, make: Callable[[], SoftmaxCall | None]) -> None:
         if not self.outside():
-            self.guard(look)
+            self.observer.guard(lambda: self.observer.record_attention(make()))
+
+    def loss(self, face: Face, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.observer.guard(lambda: self.observer.record_loss(face, args, kwargs), f"{face.name} was not recorded")
+
+    def passed_over(self) -> None:
+        self.observer.passed_over()
 
     def observe(
         self,
@@ -337,15 +361,17 @@ class Watch(Reading):
         causal: bool = False,
     ) -> None:
         """Report an attention that nothing shows (a custom kernel): call it inside the module's forward."""
-        if self.listening():
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            self.guard_inside(
-                lambda: self.observer.attend(
-                    "observe", query.shape, lambda: sdpa_scores(query, key, mask, causal, scale), None
-                )
-            )
 
-    # ---- reading ---------------------------------------------------------------------------------------------------
+        def look() -> None:
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            build = functools.partial(sdpa_scores, query, key, mask, causal, factor)
+            call = SoftmaxCall("observe", self.stack[-1], query, key, mask, factor, build=build)
+            self.observer.record_attention(call)
+
+        if self.listening() and not self.outside() and not torch.compiler.is_compiling():
+            self.observer.guard(look, "what observe(query, key) was given could not be observed", True)
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     @property
     def coverage(self) -> Coverage:
@@ -355,7 +381,8 @@ class Watch(Reading):
         if self._skipped:
             more.append(compiled.SKIPPED)
         if self._lacking is not None:
-            more.append(compiled.not_followed(self._lacking))
+            version = f"torch {torch.__version__} has no {self._lacking}"
+            more.append(f"run without torch.compile, because {version}, which following graphs needs")
         more += self._graphs.remarks(found, self.observer.seen)
         if compiled.loaded() and not self._called:
             more.append(compiled.NOT_SEEN)
@@ -387,18 +414,24 @@ class Watch(Reading):
         self.record.coverage, self.record.overhead = dict(self.coverage), self.overhead
         return self.record
 
+    def gather(self, group: Any = None) -> Record:
+        """The records of all ranks as one, on every rank: a collective, to be called on all, outside the step."""
+        mine = self.finished()
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return mine
+        sent = "".join(text_of(line) for line in mine.lines()).encode()
+        parts = gather_bytes(sent, torch.distributed.group.WORLD if group is None else group)
+        # text, read like any file: it cannot run anything here, as a pickle could
+        return merge_records([read_record(io.StringIO(part.decode()), "a record of another rank") for part in parts])
+
+    def __str__(self) -> str:
+        return self.summary()
+
     def __repr__(self) -> str:
         state = "detached" if self._attached is None else "attached"
         title = self.record.provenance.get("model", "a model")
         return f"<watch of {title}, {state}: {self.observer.count} steps, {self.coverage['short']}>"
 
 
-def _weakly(watch: Watch) -> Callable[..., Any]:
-    """Its way into every call. A handle that nobody holds ends, and lets its model go, unless a sink listens."""
-    own, listens = weakref.ref(watch), watch if watch.options.sinks else None
-
-    def around(inner: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = listens or own()
-        return inner(module, *args, **kwargs) if found is None else found.called(inner, module, args, kwargs)
-
-    return around
+def _holds(outer: nn.Module, model: nn.Module) -> bool:
+    return any(part is model for part in outer.modules())

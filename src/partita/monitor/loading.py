@@ -1,6 +1,6 @@
 """A file of JSON lines -> a Record, or an error that names the line. Whatever passes here can be judged and drawn.
 
-A file may hold several runs one after the other (the JSON-lines sink appends): layers are then told by name, and the
+A file may hold several runs one after the other (the JSON-lines sink appends): layers are then matched by name, and the
 steps go on. One that resumes at a named step takes the place of what came after that step; one that counts from 0
 follows the last.
 """
@@ -19,7 +19,7 @@ from partita.monitor.record import BAND_COLUMNS, COLUMNS, LOSS_COLUMNS, SCHEMA, 
 __all__ = ["DamagedRecordError", "RecordError", "check_header", "load_record"]
 
 OLD = {f"entropy_{q}": f"normalized_entropy_{q}" for q in ("p05", "p50", "p95")}  # names of the first version
-MOST_HEADS = 1 << 16  # of one layer; more is damage, and would fill the memory of whoever draws it
+MOST_HEADS = 1 << 16  # of one layer; more is damage, and would fill the memory of the page that draws it
 
 
 class RecordError(ValueError):
@@ -32,17 +32,22 @@ class DamagedRecordError(RecordError):
 
 def load_record(path: str | Path) -> Record:
     """Read a file written by `save` or by the JSON-lines sink; a line cut short by an interruption is dropped."""
-    reader = _Reader(Path(path))
+    with Path(path).open(encoding="utf-8") as lines:
+        return read_record(lines, str(path))
+
+
+def read_record(lines: Iterable[str], name: str) -> Record:
+    """The lines of a file; errors call it by this name."""
+    reader = _Reader(name)
     try:
-        with Path(path).open(encoding="utf-8") as lines:
-            for number, text in enumerate(lines, start=1):
-                if text.strip() and not reader.take(number, text):
-                    break
+        for number, text in enumerate(lines, start=1):
+            if text.strip() and not reader.take(number, text):
+                break
     except UnicodeDecodeError as error:
         kind = DamagedRecordError if reader.columns else RecordError
-        raise kind(f"{path}: not text in UTF-8 ({error.reason} at byte {error.start} of a block).") from None
+        raise kind(f"{name}: not text in UTF-8 ({error.reason} at byte {error.start} of a block).") from None
     if not reader.columns:
-        raise RecordError(f"{path} is empty: a record starts with a header line.")
+        raise RecordError(f"{name} is empty: a record starts with a header line.")
     return reader.record
 
 
@@ -61,8 +66,8 @@ def check_header(path: str | Path, text: str) -> dict[str, Any]:
 
 
 class _Reader:
-    def __init__(self, path: Path) -> None:
-        self.path, self.record = path, Record()
+    def __init__(self, name: str) -> None:
+        self.name, self.record = name, Record()
         self.columns: list[str] = []
         self.bands: list[str] = []
         self.layers: list[int] = []  # of the run that is being read: where each of its layers stands in the record
@@ -70,10 +75,10 @@ class _Reader:
 
     def take(self, number: int, text: str) -> bool:
         """Read a line; False where an interruption cut it short, which ends the record."""
-        where = f"{self.path}, line {number}"
+        where = f"{self.name}, line {number}"
         try:
             if not self.columns:
-                self._header(check_header(self.path, text))
+                self._header(check_header(self.name, text))
                 return True
             try:
                 line = json.loads(text)
@@ -103,14 +108,14 @@ class _Reader:
                 raise ValueError("columns must be a list of names")
         columns = [OLD.get(name, name) for name in columns]
         if not self.columns:
-            self.record.provenance = _object(line["provenance"], "provenance")
+            self.record.provenance = _as(dict, line["provenance"], "provenance")
         else:
             self.record.provenance["resumed"] = int(self.record.provenance.get("resumed") or 0) + 1
         self.columns, self.bands, self.layers, self.fresh, self.shift = columns, bands, [], True, 0
 
     def _site(self, line: dict[str, Any]) -> None:
         heads = _whole(line, "heads", MOST_HEADS)
-        site = Site(_text(line, "name"), _text(line, "type"), heads, line.get("cross") is True)
+        site = Site(_as(str, line["name"], "name"), _as(str, line["type"], "type"), heads, line.get("cross") is True)
         sites = self.record.sites
         same = next((i for i, s in enumerate(sites) if s.name == site.name and i not in self.layers), len(sites))
         if same == len(sites):
@@ -120,18 +125,16 @@ class _Reader:
     def _attention(self, line: dict[str, Any]) -> None:
         self._place(line)
         values = _join(line["values"], self.columns, COLUMNS)
-        given = _object(line["bands"], "bands")
+        given = _as(dict, line["bands"], "bands")
         bands = {int(k): _join(v, self.bands, BAND_COLUMNS) for k, v in given.items()}
         self.record.blocks.append(Block(line["step"], line["layer"], bool(line["training"]), values, bands))
 
     def _loss(self, line: dict[str, Any]) -> None:
-        _text(line, "name")
+        _as(str, line["name"], "name")
         for name in (*LOSS_COLUMNS, "nonfinite", "calibration_error"):
             _number(line.get(name), name)
-        for row in _list(line.get("bins") or [], "bins"):
-            count, *rest = _numbers(row, "bins")
-            if count is None or len(rest) != 2:
-                raise ValueError("a bin is a count, a confidence and a share")
+        if any(count is None for count, _, _ in _table(line.get("bins") or [], "bins", 3)):
+            raise ValueError("a bin is a count, a confidence and a share")
         line["step"] = self._step(line)
         self.record.losses.append(line)
 
@@ -139,47 +142,40 @@ class _Reader:
         self._place(line)
         factors = _numbers(line["factors"], "factors")
         for name in ("mean", "p10", "p90"):
-            for row in _list(line[name], name):
-                if len(_numbers(row, name)) != len(factors):
-                    raise ValueError(f"{name} needs a number for each of {len(factors)} factors")
-        for head in _list(line.get("keys") or [], "keys"):
-            if any(len(_numbers(pair, "keys")) != 2 for pair in _list(head, "keys")):
-                raise ValueError("keys are pairs of an index and a mass")
+            _table(line[name], name, len(factors))
+        for head in _as(list, line.get("keys") or [], "keys"):
+            _table(head, "keys", 2)
         _number(line.get("scale"), "scale")
         _number(line.get("rows"), "rows")
         keep_newest(self.record.curves, line, "layer")
 
     def _map(self, line: dict[str, Any]) -> None:
-        """The picture itself is not looked at: a damaged one is left out by whoever draws it, and nothing else is."""
+        """The picture itself is not looked at: the page leaves out a damaged one, and nothing else."""
         self._place(line)
         _whole(line, "head")
         keep_newest(self.record.maps, line, "layer", "head")
 
     def _received(self, line: dict[str, Any]) -> None:
         self._place(line)
-        n = _whole(line, "n_key", least=1)
+        n, alike = _whole(line, "n_key", least=1), _numbers(line["alike"], "alike")
         _whole(line, "look")
-        alike = _numbers(line["alike"], "alike")
         for name in ("rows", "bins", "top"):
-            if len(_list(line[name], name)) != self.record.sites[line["layer"]].heads:
+            if len(_as(list, line[name], name)) != self.record.sites[line["layer"]].heads:
                 raise ValueError(f"{name} needs an entry for each head")
         _numbers(line["rows"], "rows")
-        for bins, top in zip(line["bins"], line["top"], strict=True):
-            if bins is not None and len(_numbers(bins, "bins")) != len(alike):
-                raise ValueError(f"bins needs {len(alike)} numbers")
-            for pair in _list(top, "top") if top is not None else ():
-                if len(_list(pair, "top")) != 2 or not 0 <= _whole({"top": pair[0]}, "top") < n:
-                    raise ValueError("top are pairs of a key and its share")
-                _number(pair[1], "top")
+        _table([bins for bins in line["bins"] if bins is not None], "bins", len(alike))
+        for head in line["top"]:
+            for pair in [] if head is None else _table(head, "top", 2):
+                _whole({"top": pair[0]}, "top", n - 1)
         self.record.received.append(line)
 
     def _study(self, line: dict[str, Any]) -> None:
         self.record.studies.append(line)
 
     def _summary(self, line: dict[str, Any]) -> None:
-        coverage, overhead = _object(line["coverage"], "coverage"), _object(line["overhead"], "overhead")
-        for missed in _list(coverage.get("missed") or [], "missed"):
-            _text(_object(missed, "missed"), "name")
+        coverage, overhead = _as(dict, line["coverage"], "coverage"), _as(dict, line["overhead"], "overhead")
+        for missed in _as(list, coverage.get("missed") or [], "missed"):
+            _as(str, _as(dict, missed, "missed")["name"], "name")
         for name, value in overhead.items():
             _number(value, name)
         self.record.coverage, self.record.overhead = coverage, overhead
@@ -208,10 +204,12 @@ class _Reader:
 KINDS = ("header", "site", "attention", "loss", "curve", "map", "received", "study", "summary")
 
 
-def _text(line: dict[str, Any], name: str) -> str:
-    if not isinstance(line[name], str):
-        raise ValueError(f"{name} must be text, got {line[name]!r:.60}")
-    return str(line[name])
+def _as(kind: type, value: Any, name: str) -> Any:
+    """The value, if it is of this kind."""
+    if not isinstance(value, kind):
+        names: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
+        raise ValueError(f"{name} must be {names[kind]}, got {value!r:.60}")
+    return value
 
 
 def _whole(line: dict[str, Any], name: str, most: int | None = None, least: int = 0) -> int:
@@ -222,37 +220,34 @@ def _whole(line: dict[str, Any], name: str, most: int | None = None, least: int 
     return value
 
 
-def _number(value: Any, name: str) -> float | None:
+def _number(value: Any, name: str) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
         raise ValueError(f"{name} must be a number, got {value!r:.60}")
-    return None if value is None else float(value)
+    float(value or 0)  # a whole number may be too large for one
 
 
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} must be a list, got {value!r:.60}")
-    return value
+def _numbers(value: Any, name: str) -> list[Any]:
+    numbers: list[Any] = _as(list, value, name)
+    for number in numbers:
+        _number(number, name)
+    return numbers
 
 
-def _numbers(value: Any, name: str) -> list[float | None]:
-    return [_number(v, name) for v in _list(value, name)]
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must be an object, got {value!r:.60}")
-    return value
+def _table(value: Any, name: str, width: int) -> list[list[Any]]:
+    """Rows of `width` numbers each."""
+    rows: list[list[Any]] = _as(list, value, name)
+    for row in rows:
+        if len(_numbers(row, name)) != width:
+            raise ValueError(f"a row of {name} has {len(row)} numbers, expected {width}")
+    return rows
 
 
 def _join(rows: Any, given: list[str], wanted: Iterable[str]) -> array[float]:
     """Rows as stored -> flat array in this version's column order, NaN where a column is missing."""
     order = [given.index(name) if name in given else -1 for name in wanted]
     flat = array("d")
-    if len(_list(rows, "values")) > MOST_HEADS:
+    if len(_as(list, rows, "values")) > MOST_HEADS:
         raise ValueError(f"{len(rows)} heads in one layer")
-    for row in rows:
-        if len(_list(row, "a row")) != len(given):
-            raise ValueError(f"a row has {len(row)} numbers, the header names {len(given)}")
-        numbers = _numbers(row, "a value")
-        flat.extend(math.nan if i < 0 or (v := numbers[i]) is None else v for i in order)
+    for row in _table(rows, "values", len(given)):
+        flat.extend(math.nan if i < 0 or (v := row[i]) is None else v for i in order)
     return flat

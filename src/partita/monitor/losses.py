@@ -1,14 +1,16 @@
-"""The output side: what a loss says of its own distribution over classes or candidates.
+"""The output side: what a loss shows of its own distribution over classes or candidates.
 
-Every number comes from the loss itself, asked with return_stats=True beside the call that the user made. A classifier
-is asked about `ROWS` evenly spaced rows at most. Numbers stay on the device until the step is over.
+Every number comes from the loss itself, called with return_stats=True after the call that the user made; a classifier
+for `ROWS` evenly spaced rows at most. Numbers stay on the device until the step is over.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from partita.adapters.metric_learning import pair_loss
 from partita.adapters.sentence_transformers import ranking_loss
 from partita.contrastive import alignment, uniformity
 from partita.monitor.measure import evenly
-from partita.monitor.merge import weighted_mean
+from partita.monitor.record import weighted_mean
+from partita.nn.attention import picked_up
 
 ROWS = 1024
 CELLS = 4_000_000  # logits looked at in one call
@@ -37,26 +40,20 @@ def cross_entropy(
     *_: Any,
     scale: Any = 1.0,
     **__: Any,
-) -> Numbers | None:
+) -> Numbers:
     """F.cross_entropy and partita's, of logits that exist; targets 0, 1, 2, ... are read as a contrastive loss."""
-    if target.is_floating_point():
-        return None  # soft targets: there is no row that is right
-    if input.dim() == 1:
-        input, target = input[None], target[None]
-    n, classes = target.numel(), input.shape[1]
     if isinstance(scale, Tensor) and scale.numel() > 1:  # one per row: multiplied in before rows are picked
-        input, scale = (scale * input.movedim(1, -1)).movedim(-1, 1), 1.0
-    rows = _few(n, classes, input.device)
-    if input.dim() == 2:
-        logits = input.index_select(0, rows)
-    else:  # (N, C, d1, ...): the row of flat index r lies at [n, :, rest]
-        inner = math.prod(target.shape[1:])
-        logits = input.flatten(2)[rows // inner, :, rows % inner]
-    chosen = target.flatten().index_select(0, rows)
-    stats: Any = partita.cross_entropy(logits, chosen, ignore_index=ignore_index, scale=scale, return_stats=True)[1]
+        last = 1 if input.dim() > 1 else 0
+        input, scale = (scale * input.movedim(last, -1)).movedim(-1, last), 1.0
+    logits, chosen = _picked(input, target)
+    classes = logits.shape[1]
+    options = {"ignore_index": ignore_index, "scale": scale}
+    if chosen.is_floating_point():
+        return _soft(partita.cross_entropy(logits, chosen, scale=scale, reduction="none", return_stats=True), classes)
+    stats: Any = partita.cross_entropy(logits, chosen, **options, return_stats=True)[1]
     out = _summary(stats, stats.visible > 0) | {"type": "classification", "classes": classes}
-    diagonal = input.dim() == 2 and 1 < n <= classes <= 4 * n
-    if diagonal and bool((target == torch.arange(n, device=target.device)).all()):
+    n = target.numel()
+    if input.dim() == 2 and 1 < n <= classes <= 4 * n and bool((target == torch.arange(n, device=target.device)).all()):
         rest = logits.scatter(1, chosen[:, None], -torch.inf)
         others: Any = partita.cross_entropy(rest, (chosen + 1) % classes, scale=scale, return_stats=True)[1]
         out |= _bound(out, stats.visible) | {
@@ -64,6 +61,30 @@ def cross_entropy(
             "positive_score": (stats.log_partition - stats.nll).double().mean(),
         }
     return out
+
+
+def _picked(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A few rows of logits, classes in dimension 1 as torch has them, and their targets."""
+    if input.dim() == 1:
+        input, target = input[None], target[None]
+    classes = input.shape[1]
+    rows = _few(input.numel() // max(1, classes), classes, input.device)
+
+    def pick(x: Tensor) -> Tensor:
+        if x.dim() == 2:
+            return x.index_select(0, rows)
+        inner = math.prod(x.shape[2:])  # (N, C, d1, ...): the row of flat index r is at [n, :, rest]
+        return x.flatten(2)[rows // inner, :, rows % inner]
+
+    return pick(input), pick(target) if target.is_floating_point() else target.flatten().index_select(0, rows)
+
+
+def _soft(found: Any, classes: int) -> Numbers:
+    """Class probabilities for a target: no class is the right one, so there is nothing to calibrate."""
+    rows, stats = found
+    out = _summary(stats, stats.visible > 0) | {"loss": _mean(rows, rows.isfinite())}
+    kept = {name: number for name, number in out.items() if name not in ("accuracy", "bins")}
+    return kept | {"type": "classification", "classes": classes}
 
 
 def linear(
@@ -77,59 +98,73 @@ def linear(
     reduction: str = "mean",
     return_stats: bool = False,
     **options: Any,
-) -> Numbers | None:
-    """partita.linear_cross_entropy, asked about some of its rows; row r predicts the target `shift` places on."""
-    if target.is_floating_point():
-        return None
-    lead, outputs = input.shape[:-1], linear_weight.shape[1:-1]
+) -> Numbers:
+    """partita.linear_cross_entropy, for some of its rows; row r predicts the target `shift` places on."""
+    lead, classes, outputs = input.shape[:-1], linear_weight.shape[0], linear_weight.shape[1:-1]
     if shift:
-        input, target = input[..., :-shift, :], target[..., shift:]
+        place = input.dim() - 2
+        input, target = input[..., :-shift, :], target.narrow(place, shift, target.shape[place] - shift)
         lead = input.shape[:-1]
     n = math.prod(lead)
-    rows = _few(n, linear_weight.shape[0] * math.prod(outputs), input.device)
+    rows = _few(n, classes * math.prod(outputs), input.device)
     query = input.reshape(n, input.shape[-1]).index_select(0, rows)
-    goal = target.reshape(n, *outputs).index_select(0, rows)
+    goal = target.reshape(n, *target.shape[len(lead) :]).index_select(0, rows)
     if isinstance(scale, Tensor) and scale.dim():
         if shift and scale.shape[-1] == lead[-1] + shift:
             scale = scale[..., :-shift]
         scale = scale.expand(*lead, *outputs).reshape(n, *outputs).index_select(0, rows)
-    stats: Any = partita.linear_cross_entropy(query, linear_weight, goal, scale=scale, return_stats=True, **options)[1]
-    return _summary(stats, stats.visible > 0) | {"type": "classification", "classes": linear_weight.shape[0]}
+    found: Any = partita.linear_cross_entropy(
+        query, linear_weight, goal, scale=scale, **options, reduction="none", return_stats=True
+    )
+    if goal.is_floating_point():
+        return _soft(found, classes)
+    return _summary(found[1], found[1].visible > 0) | {"type": "classification", "classes": classes}
 
 
-def pairs(loss: Callable[..., Any]) -> Callable[..., Numbers]:
-    """A contrastive loss of two sides, anchors and positives: the first two arguments."""
+def classifier(loss: Callable[..., Any]) -> Callable[..., Numbers]:
+    """Another loss of logits: its own value, and the cross entropy of the same rows for their distribution."""
     signature = inspect.signature(loss)
 
     def numbers(*args: Any, **options: Any) -> Numbers:
-        stats: Any = loss(*args, **{**options, "return_stats": True})[1]
-        first, second, *_ = signature.bind(*args, **options).arguments.values()
-        return _contrast(stats) | _sphere(first, second)
+        given = signature.bind(*args, **options).arguments
+        (first, input), (second, target) = list(given.items())[:2]
+        index = given.get("ignore_index", -100)
+        logits, chosen = _picked(input, target)
+        rows = loss(**{**given, first: logits, second: chosen, "reduction": "none"})
+        if given.get("on") == "logits":  # no softmax: a regression
+            return value(rows)
+        kept = rows.isfinite() if chosen.is_floating_point() else rows.isfinite() & (chosen != index)
+        return cross_entropy(input, target, ignore_index=index) | {"loss": _mean(rows, kept)}
 
     return numbers
 
 
-def supcon(*args: Any, **options: Any) -> Numbers:
-    """Many positives: the loss is the mean over an anchor's positives; its negatives are the other labels."""
-    stats: Any = partita.supcon_loss(*args, **{**options, "return_stats": True})[1]
-    return _contrast(stats, stats.positives > 0)
+def contrastive(
+    loss: Callable[..., Any], sides: Callable[..., Any] | None = None, *, as_returned: bool = False, **fixed: Any
+) -> Callable[..., Numbers]:
+    """A contrastive loss; `sides` gives its anchors and positives, `as_returned` records the loss as it is.
+
+    With several positives for each anchor the loss is their mean, and an anchor without one is left out.
+    """
+
+    def numbers(*args: Any, **options: Any) -> Numbers:
+        value, stats = loss(*args, **{**options, **fixed, "return_stats": True})
+        out = _contrast(stats, stats.positives > 0 if hasattr(stats, "positives") else None)
+        if as_returned and isinstance(value, Tensor) and not value.dim():  # a reducer gives anything
+            out["loss"] = value.double()
+        return out if sides is None else out | _sphere(*sides(*args, **options))
+
+    return numbers
 
 
-def ranking(query: Tensor, docs: Any, *args: Any, **options: Any) -> Numbers:
-    """The loss of the sentence-transformers adapter."""
-    stats: Any = ranking_loss(query, docs, *args, **{**options, "remember": None, "return_stats": True})[1]
-    return _contrast(stats) | _sphere(query, docs[0])
-
-
-def mined(*args: Any, **options: Any) -> Numbers:
-    """The losses of the pytorch-metric-learning adapter: statistics of the anchors, and the loss as it is."""
-    loss, stats = pair_loss(*args, **{**options, "return_stats": True})
-    named: Any = stats
-    return _contrast(named, named.positives > 0) | {"loss": loss.double()}
+def first_two(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Anchors and positives where they are the first two arguments."""
+    signature = inspect.signature(loss)
+    return lambda *args, **options: list(signature.bind(*args, **options).arguments.values())[:2]
 
 
 def sigmoid(image: Tensor, text: Tensor, *args: Any, **options: Any) -> Numbers:
-    """SigLIP asks about every pair by itself: there is no distribution, only the loss and where the vectors lie."""
+    """SigLIP judges every pair by itself: there is no distribution, only the loss and how the vectors are spread."""
     rows = partita.siglip_loss(image, text, *args, **{**options, "reduction": "none"})
     good = rows.isfinite()
     lengths = [torch.linalg.vector_norm(x.double(), dim=-1).mean() for x in (image, text)]
@@ -144,22 +179,48 @@ def sigmoid(image: Tensor, text: Tensor, *args: Any, **options: Any) -> Numbers:
     } | _sphere(image, text)
 
 
-def penalty(total: Tensor) -> Numbers:
-    """The entropy penalties of all layers together: a number beside the losses, of no distribution."""
-    return {"type": "penalty", "loss": total.double(), "rows": 1, "nonfinite": (~total.isfinite()).sum()}
+def value(loss: Tensor, kind: str = "value") -> Numbers:
+    """A loss without a distribution over classes or candidates, as it was returned: the number, or the mean of rows."""
+    good = loss.isfinite()
+    return {"type": kind, "loss": _mean(loss, good), "rows": good.sum(), "nonfinite": (~good).sum()}
 
 
-FACES: dict[Callable[..., Any], tuple[str, Callable[..., Numbers | None]]] = {
-    torch.nn.functional.cross_entropy: ("cross_entropy", cross_entropy),
-    partita.cross_entropy: ("cross_entropy", cross_entropy),
-    partita.linear_cross_entropy: ("linear_cross_entropy", linear),
-    partita.info_nce_loss: ("info_nce_loss", pairs(partita.info_nce_loss)),
-    partita.clip_loss: ("clip_loss", pairs(partita.clip_loss)),
-    partita.nt_xent_loss: ("nt_xent_loss", pairs(partita.nt_xent_loss)),
-    partita.supcon_loss: ("supcon_loss", supcon),
-    partita.siglip_loss: ("siglip_loss", sigmoid),
-    pair_loss: ("pair_loss", mined),
-    ranking_loss: ("MultipleNegativesRankingLoss", ranking),
+@dataclass(frozen=True)
+class Face:
+    """What the record calls a loss, and what reads its numbers off its arguments, or off what it returned."""
+
+    name: str
+    read: Callable[..., Numbers]
+    returned: bool = False
+
+
+_RETURNED = (
+    partita.attention_divergence,
+    partita.distillation_loss,
+    partita.gaussian_nll_loss,
+    partita.joint_loss,
+    partita.laplace_nll_loss,
+    partita.linear_distillation_loss,
+    partita.nce_loss,
+)
+FACES: dict[Callable[..., Any], Face] = {
+    torch.nn.functional.cross_entropy: Face("cross_entropy", cross_entropy),
+    partita.cross_entropy: Face("cross_entropy", cross_entropy),
+    partita.linear_cross_entropy: Face("linear_cross_entropy", linear),
+    **{f: Face(f.__name__, classifier(f)) for f in (partita.focal_loss, partita.brier_loss, partita.mae_loss)},
+    **{
+        f: Face(f.__name__, contrastive(f, first_two(f)))
+        for f in (partita.info_nce_loss, partita.clip_loss, partita.nt_xent_loss)
+    },
+    partita.supcon_loss: Face("supcon_loss", contrastive(partita.supcon_loss)),
+    partita.siglip_loss: Face("siglip_loss", sigmoid),
+    pair_loss: Face("pair_loss", contrastive(pair_loss, as_returned=True)),
+    ranking_loss: Face(
+        "MultipleNegativesRankingLoss",
+        contrastive(ranking_loss, lambda query, docs, *_, **__: (query, docs[0]), remember=None),
+    ),
+    **{f: Face(f.__name__, value, returned=True) for f in _RETURNED},
+    picked_up: Face("entropy_loss", functools.partial(value, kind="penalty"), returned=True),
 }
 
 
@@ -219,11 +280,11 @@ def _contrast(stats: Any, valid: Tensor | None = None) -> Numbers:
 
 
 def _sphere(anchor: Tensor, positive: Tensor) -> Numbers:
-    """How close pairs are and how far apart the rest, on the sphere, for at most `SPHERE` anchors."""
+    """How close pairs are and how spread out the rest, on the sphere, for at most `SPHERE` anchors."""
     few = evenly(len(anchor), min(len(anchor), SPHERE), 0.5, anchor.device)
     anchor, positive = anchor.index_select(0, few), positive.index_select(0, few)
-    apart = uniformity(anchor).double() if len(anchor) > 1 else torch.tensor(math.nan)
-    return {"alignment": alignment(anchor, positive).double(), "uniformity": apart}
+    spread = uniformity(anchor).double() if len(anchor) > 1 else torch.tensor(math.nan)
+    return {"alignment": alignment(anchor, positive).double(), "uniformity": spread}
 
 
 def finish(numbers: list[Numbers], step: int, name: str) -> dict[str, Any]:

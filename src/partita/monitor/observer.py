@@ -1,29 +1,38 @@
-"""What is recorded of a softmax or a loss that was seen, and how it is looked at: without any effect on the model."""
+"""What is recorded of a softmax or a loss that was seen, and how it is looked at: without any effect on the model.
+
+Sums of the open step become rows of the record some steps later, of which a record of bounded size keeps an even share.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from partita.errors import PartitaError
 from partita.monitor import measure
-from partita.monitor.accumulator import Accumulator
-from partita.monitor.buffer import StepBuffer
-from partita.monitor.coverage import Coverage
-from partita.monitor.losses import Numbers
-from partita.monitor.modules import Frame, is_attention, named_cross, padding
-from partita.monitor.options import Options
-from partita.monitor.record import Record, Site, keep_newest
-from partita.monitor.scores import Scores, self_padding
+from partita.monitor.hooks import Frame, SoftmaxCall, is_attention, named_cross, padding
+from partita.monitor.losses import Face, Numbers, finish
+from partita.monitor.measure import Accumulator, blocks
+from partita.monitor.options import Coverage, Options
+from partita.monitor.record import COLUMNS, Block, Record, Site, keep_newest
+from partita.monitor.scores import NoCloseLook, Scores, self_padding
 
 log = logging.getLogger("partita.watch")
 GOLDEN = 0.6180339887498949
 SAMPLED = 8  # steps from one close look at a few rows to the next
+AT_ONCE = 8  # steps whose sums are finished together: the many small operations cost no more than for one
+_NONFINITE = list(COLUMNS).index("nonfinite")
+Losses = dict[str, list[Numbers]]
+Row = Block | dict[str, Any]  # of a layer, or of a loss
 
 
 class Observer:
@@ -31,7 +40,7 @@ class Observer:
 
     def __init__(self, record: Record, options: Options) -> None:
         self.record, self.options = record, options
-        self.buffer = StepBuffer(record, options.sinks)
+        self.buffer = StepBuffer(record, options.sinks, options.keep)
         self.stack: list[Frame] = []  # modules of the model being called
         self.step = -1
         self.count = 0  # observed steps
@@ -41,7 +50,7 @@ class Observer:
         self.errors: dict[str, int] = {}
         self.spent_s = 0.0
         self.ended = 0.0
-        self._calls: dict[str, int] = {}  # softmaxes of a module in the forward being run
+        self.calls: dict[str, int] = {}  # softmaxes of a module in the forward being run
         self._samples: dict[int, Accumulator] = {}
         self._map_bytes = self._largest = 0
 
@@ -51,100 +60,121 @@ class Observer:
         return max(self._largest, self._map_bytes)
 
     def remarks(self, found: Coverage) -> list[str]:
-        """What went wrong, or was not asked for, beside the coverage; details are added to it."""
+        """What went wrong, or was excluded by an option, for the text of the coverage; details are added to it."""
         more = []
         if self.layers and not any(self.options.chosen(layer, name) for name, layer in self.layers.items()):
             more.append(f"nothing recorded: layers={self.options.layers!r} chose none of {len(self.layers)} layers")
         if self.errors:
             found["errors"] = dict(self.errors)
-            more += [f"{n} calls could not be observed ({e})" for e, n in self.errors.items()]
+            more += [e if n == 1 else f"{e} ({n} times)" for e, n in self.errors.items()]
         if wrong := self.buffer.impossible:
-            found["impossible"] = [str(one) for one in wrong[:20]]
+            found["impossible"] = wrong[:20]
             more.append(f"a fault of partita: {len(wrong)} numbers that cannot be were left out")
         return more
 
-    def begin_forward(self) -> None:
-        self._calls.clear()
-
-    def guard(self, look: Callable[[], None]) -> None:
-        """Observe without side effects: no graph, no autocast, no exception."""
+    def guard(
+        self, look: Callable[[], None], lost: str = "a softmax could not be observed", given: bool = False
+    ) -> None:
+        """Observe without side effects: no graph, no autocast, no exception. `lost`, `given`: see `reporting`."""
         begin = time.perf_counter()
+        with (
+            self.reporting(lost, given),
+            torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), _no_autocast(),
+        ):  # fmt: skip
+            look()
+        self.ended = time.perf_counter()
+        self.spent_s += self.ended - begin
+
+    @contextlib.contextmanager
+    def reporting(self, lost: str, given: bool = False) -> Iterator[None]:
+        """Watching never stops a run: an exception is counted for the coverage, and logged once.
+
+        lost: what the record lacks because of it. given: the user wrote the arguments, so its message is for them;
+        otherwise the fault is ours, and what it advises would be about a call that the user did not make.
+        """
         try:
-            with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), _no_autocast():
-                look()
-        except Exception as error:  # watching never stops a run
-            key = f"{type(error).__name__}: {str(error)[:200]}"
+            yield
+        except Exception as error:
+            key = f"{lost}: {str(error)[:200] if given or isinstance(error, NoCloseLook) else _fault(error)}"
             self.errors[key] = self.errors.get(key, 0) + 1
             if self.errors[key] == 1:
-                log.warning("a softmax could not be observed: %s", key)
-        self.spent_s += time.perf_counter() - begin
-        self.ended = time.perf_counter()
+                log.warning("%s", key)
+                log.debug("the traceback of it", exc_info=True)
 
-    def attend(
-        self, kind: str, shape: Sequence[int], build: Callable[[], Scores], cross: bool | None, stats: Any = None
-    ) -> None:
-        """One softmax; `stats` are its rows' statistics where the call itself made them.
-
-        A module that is called several times in one forward is as many layers: name, name[1], name[2], ...
-        """
-        top = self.stack[-1]
-        ordinal = self._calls.get(top.name, 0)
-        self._calls[top.name] = ordinal + 1
+    def record_attention(self, event: SoftmaxCall | None) -> None:
+        """One softmax, if it is attention; each further call of a module in one forward is a layer, name[1], ..."""
+        if event is None:
+            return
+        top = event.module
+        ordinal = self.calls.get(top.name, 0)
+        self.calls[top.name] = ordinal + 1
         self.seen.add(top.name)
         name = top.title if ordinal == 0 else f"{top.title}[{ordinal}]"
         layer = self.layers.setdefault(name, len(self.layers))
-        crosses = cross if cross is not None else any(f.cross for f in self.stack[-2:])
         if layer == len(self.record.sites):
-            apart = (
-                cross or named_cross(top.name) or any(f.cross for f in self.stack[-2:] if is_attention("", f.module))
-            )
-            self.record.sites.append(Site(name, kind, shape[-3] if len(shape) > 3 else 1, bool(apart)))
+            inside = [f for f in self.stack[-2:] if f.cross and is_attention("", type(f.module))]
+            cross = bool(event.cross or named_cross(top.name) or inside)
+            self.record.sites.append(Site(name, event.kind, event.heads, cross))
         if not self.options.chosen(layer, name):
             return
-        call = build()
+        call = event.canonical()
         keep = padding(self.stack, call.batch, call.n_query)
+        crosses = event.cross
+        if crosses is None:
+            crosses = self.stack[-1].cross or (len(self.stack) > 1 and self.stack[-2].cross)
         if keep is None and not crosses:
             keep = self_padding(call)
-        call = replace(call, keep=keep)
+        if keep is not None:
+            call = replace(call, keep=keep)
         sums = self.buffer.sums.get(layer)
         if sums is None:
-            sums = self.buffer.sums[layer] = Accumulator(call.heads, call.first.device, top.module.training)
+            sums = Accumulator(call.heads, call.first.device, top.module.training)
         phase = (self.count * GOLDEN) % 1.0 if self.options.rows else 0.5
-        measure.measure(call, sums, rows=self.options.rows, phase=phase, stats=stats)
+        measure.measure(call, sums, rows=self.options.rows, phase=phase, stats=event.statistics)
+        self.buffer.sums[layer] = sums
         self._look_closely(call, sums, layer, phase)
         self._map_bytes += 4 * call.batch * call.heads * call.n_query * call.n_key
 
     def _look_closely(self, call: Scores, sums: Accumulator, layer: int, phase: float) -> None:
-        count = self.count
+        count, options = self.count, self.options
         # In training strongest keys and twins change slowly: the last sample stands in between. Inputs of a frozen
         # model have nothing to do with each other, but for the tokens of a text that is being generated.
-        apart = not sums.training and call.n_query > 1
-        if apart or count % SAMPLED == 0 or layer not in self._samples:
-            measure.look(call, sums)
-            self._samples[layer] = sums
-            if self.options.critical:
-                measure.criticality(call, sums)
-            if self.options.received:
-                measure.receive(call, sums, rows=self.options.rows, phase=phase)
-            for where in self.options.maps:
+        independent = not sums.training and call.n_query > 1
+        if independent or count % SAMPLED == 0 or layer not in self._samples:
+            with self._closely("strongest keys and alike heads"):
+                measure.look(call, sums)
+                self._samples[layer] = sums
+            if options.critical:
+                with self._closely("critical scale"):
+                    measure.criticality(call, sums)
+            if options.received:
+                with self._closely("profile of what keys received"):
+                    measure.receive(call, sums, rows=options.rows, phase=phase)
+            for where in options.maps:
                 if where[0] == layer and where[1] < call.heads:
-                    row = measure.pooled_map(call, where[1], self.step, layer)
-                    keep_newest(self.record.maps, row, "layer", "head")
+                    with self._closely("map"):
+                        row = measure.pooled_map(call, where[1], self.step, layer)
+                        keep_newest(self.record.maps, row, "layer", "head")
         else:
             sums.borrow(self._samples[layer])
         if count == 1 or count % 32 == 0 or (count >= 8 and count & (count - 1) == 0):
-            keep_newest(self.record.curves, measure.curve(call, self.step, layer), "layer")
+            with self._closely("temperature curve"):
+                keep_newest(self.record.curves, measure.curve(call, self.step, layer), "layer")
+
+    def _closely(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """A close look that fails takes nothing else with it."""
+        return self.reporting(f"the rows are recorded, but no {what}")
+
+    def record_loss(self, face: Face, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """One call of a loss, by what its face reads."""
+        module = self.stack[-1].name if self.stack else ""
+        name = f"{face.name} ({module})" if module else face.name
+        self.buffer.losses.setdefault(name, []).append(face.read(*args, **kwargs))
 
     def passed_over(self) -> None:
         """The module being called holds attention that was not recorded."""
         top = self.stack[-1]
         self.by_hand[top.name] = type(top.module).__name__
-
-    def lose(self, name: str, numbers: Numbers | None) -> None:
-        if numbers is None:
-            return
-        module = self.stack[-1].name if self.stack else ""
-        self.buffer.losses.setdefault(f"{name} ({module})" if module else name, []).append(numbers)
 
     def close(self) -> None:
         """End the step."""
@@ -160,6 +190,14 @@ class Observer:
         self.spent_s += time.perf_counter() - begin
 
 
+def _fault(error: Exception) -> str:
+    """An exception of ours, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if Path(f.filename).parent.name == "monitor"]
+    message = "" if isinstance(error, PartitaError) else f": {str(error)[:200]}"
+    return f"a fault of partita ({type(error).__name__} in monitor/{place[-1]}{message})"
+
+
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
     """Statistics are float32 whatever the model runs in."""
@@ -168,3 +206,144 @@ def _no_autocast() -> Iterator[None]:
             if torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+# ---- from sums to rows -----------------------------------------------------------------------------------------------
+
+
+class StepBuffer:
+    """Sums of the open step by layer and by loss, and those of a few steps that are over."""
+
+    def __init__(self, record: Record, sinks: Sequence[Any], keep: int | None) -> None:
+        self.record, self.sinks = record, sinks
+        self._kept = Thinning(record, keep)
+        self.sums: dict[int, Accumulator] = {}
+        self.losses: Losses = {}
+        self.impossible: list[str] = []  # numbers that cannot be: our own faults
+        self._closed: list[tuple[int, dict[int, Accumulator], Losses]] = []
+        self._failed: set[int] = set()  # sinks that were reported
+
+    def close(self, step: int) -> None:
+        """End the step; sinks are called at once."""
+        if self.sums or self.losses:
+            self._closed.append((step, self.sums, self.losses))
+            self.sums, self.losses = {}, {}
+        if self.sinks or len(self._closed) >= AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Steps that are over become rows, and sinks are called, step by step."""
+        closed, self._closed = self._closed, []
+        try:
+            with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+                parts = [(step, *item) for step, seen, _ in closed for item in sorted(seen.items())]
+                made = iter(blocks(parts, self.impossible))
+                for step, seen, losses in closed:
+                    here = [next(made) for _ in seen]
+                    rows = [finish(numbers, step, name) for name, numbers in losses.items()]
+                    self._close_looks(step, seen)
+                    self._call_sinks(step, here, rows)
+                    self._kept.add(here, rows)
+        except Exception as error:  # watching never stops a run
+            log.warning("steps up to %d could not be recorded: %s", closed[-1][0], error)
+
+    def _close_looks(self, step: int, seen: dict[int, Accumulator]) -> None:
+        for curve in self.record.curves:  # the strongest keys go with the temperature curve of their layer
+            sums = seen.get(curve["layer"])
+            if sums is not None and sums.keys is not None:
+                curve["keys"] = [[[int(i), mass] for i, mass in head] for head in sums.keys.tolist()]
+        for layer, sums in sorted(seen.items()):
+            row = None if sums.received is None else sums.received.row(step, layer, self.impossible)
+            if row is not None:
+                measure.keep_profile(self.record.received, row)
+
+    def _call_sinks(self, step: int, here: list[Block], rows: list[dict[str, Any]]) -> None:
+        for sink in self.sinks:
+            try:
+                sink(self.record, step, here, rows)
+            except Exception as error:
+                if id(sink) not in self._failed:
+                    self._failed.add(id(sink))
+                    log.warning("a sink failed at step %d and is not reported again: %s", step, error)
+
+    def end(self) -> None:
+        """Close the sinks that hold something open: nothing more comes for now."""
+        for sink in self.sinks:
+            close = getattr(sink, "close", None)
+            if callable(close):
+                try:
+                    close()
+                except Exception as error:
+                    log.warning("a sink could not be closed: %s", error)
+
+
+class Thinning:
+    """Adds rows to a record, of which the rows of `keep` steps stay, spread evenly; of all where it is None.
+
+    Step s stays where frac(s * golden ratio) < 2^-level, and the level rises by one whenever there are too many. Such
+    steps are evenly spaced and in phase with nothing: lengths in turn, or an evaluation at every second step, keep
+    their shares. What stays is as it was measured, so that findings are those of the same run looked at less often.
+    Only the count of rows that are not finite is carried over, to the step before that stays; the first such step of a
+    layer or of a loss stays itself.
+    """
+
+    def __init__(self, record: Record, keep: int | None) -> None:
+        self.record, self.keep = record, keep
+        self._level = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps: set[int] = set()
+        self._newest: dict[int | str, Row] = {}  # that stayed, by layer and by name of a loss
+        self._sick: set[int | str] = set()  # of these, those that were not finite at some step
+
+    def add(self, here: Iterable[Block], losses: Iterable[dict[str, Any]]) -> None:
+        new: list[Row] = [*here, *losses]
+        for row in new:
+            self._add(row)
+        if self.keep is None or len(self._steps) <= self.keep:
+            return
+        while sum(map(self._stays, self._steps)) > self.keep:
+            self._level += 1
+        rows: list[Row] = [*self.record.blocks, *self.record.losses]
+        self.record.blocks.clear()
+        self.record.losses.clear()
+        self._begin()
+        for row in rows:
+            self._add(row)
+
+    def _stays(self, step: int) -> bool:
+        return step * GOLDEN % 1.0 < 0.5**self._level
+
+    def _add(self, row: Row) -> None:
+        step, of = (row.step, row.layer) if isinstance(row, Block) else (int(row["step"]), str(row["name"]))
+        bad = _nonfinite(row)
+        first = of not in self._newest or (any(bad) and of not in self._sick)
+        if any(bad):
+            self._sick.add(of)
+        if not self._stays(step) and not first:
+            _carry(bad, self._newest[of])
+            return
+        if self._stays(step):
+            self._steps.add(step)
+        self._newest[of] = row
+        if isinstance(row, Block):
+            self.record.blocks.append(row)
+        else:
+            self.record.losses.append(row)
+
+
+def _nonfinite(row: Row) -> list[float]:
+    """Rows that are not finite, of each head or of the loss."""
+    counts = row.values[_NONFINITE :: len(COLUMNS)] if isinstance(row, Block) else [float(row.get("nonfinite") or 0)]
+    return [count if count > 0 else 0.0 for count in counts]
+
+
+def _carry(bad: list[float], to: Row) -> None:
+    if not any(bad):
+        return
+    total = [a + b for a, b in zip(bad, _nonfinite(to), strict=True)]
+    if isinstance(to, Block):
+        to.values[_NONFINITE :: len(COLUMNS)] = array("d", total)
+    else:
+        to["nonfinite"] = int(total[0])

@@ -1,32 +1,59 @@
-"""What watch may be asked for, checked before anything is touched."""
+"""The options of watch, checked before anything is touched; how a record was made, and what was seen."""
 
 from __future__ import annotations
 
+import operator
+import platform
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
+from importlib import metadata
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from partita.monitor.coverage import expected
 from partita.monitor.findings import Thresholds
+from partita.monitor.hooks import is_attention
 
 KERNELS = ("own", "partita")
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "num_decoder_layers")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Options:
-    every: int
-    rows: int | None
-    layers: list[int | str] | None
-    maps: list[tuple[int, int]]
-    sinks: list[Any]
-    thresholds: Thresholds
-    kernel: str
+    """What `watch` was given, checked for this model and the names of its modules."""
+
+    model: InitVar[nn.Module]
+    names: InitVar[Sequence[str]]
+    every: int = 1
+    rows: int | None = None
+    layers: Any = None
+    maps: Any = ()
+    sinks: Any = ()
+    thresholds: Any = None
+    kernel: str = "own"
     received: bool = False
     critical: bool = False
+    keep: int | None = 1000
+
+    def __post_init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        if not _whole(self.every) or self.every < 1:
+            raise ValueError(f"every must be a whole number of steps, at least 1; got {self.every!r}.")
+        for name, whole, of in (("rows", "every row", "rows"), ("keep", "every step", "steps")):
+            given = getattr(self, name)
+            if given is not None and (not _whole(given) or given < 1):
+                raise ValueError(f"{name} must be None ({whole}) or a number of {of}, at least 1; got {given!r}.")
+        if self.kernel not in KERNELS:
+            raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}; got {self.kernel!r}.")
+        for name, what in (("received", "follow what each key receives"), ("critical", "measure the critical scale")):
+            if not isinstance(given := getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False: whether to {what}; got {given!r}.")
+        if not isinstance(self.thresholds, Thresholds):
+            self.thresholds = Thresholds().with_(**(self.thresholds or {}))
+        self.layers, self.maps, self.sinks = _layers(self.layers, model, names), _maps(self.maps), _sinks(self.sinks)
 
     def chosen(self, layer: int, name: str) -> bool:
         wanted = self.layers
@@ -34,43 +61,20 @@ class Options:
 
     def plain(self) -> dict[str, Any]:
         """For the record's provenance."""
-        maps = [list(m) for m in self.maps]
-        plain = {"every": self.every, "rows": self.rows, "layers": self.layers, "maps": maps, "kernel": self.kernel}
-        return {**plain, "received": self.received, "critical": self.critical}
-
-
-def options(
-    model: nn.Module,
-    names: Sequence[str],
-    *,
-    every: int = 1,
-    rows: int | None = None,
-    layers: Any = None,
-    maps: Any = (),
-    sinks: Any = (),
-    thresholds: Thresholds | dict[str, float] | None = None,
-    kernel: str = "own",
-    received: bool = False,
-    critical: bool = False,
-) -> Options:
-    """What `watch` was asked for, of whatever type it came, but the title; `names` are those of the model's modules."""
-    if not _whole(every) or every < 1:
-        raise ValueError(f"every must be a whole number of steps, at least 1; got {every!r}.")
-    if rows is not None and (not _whole(rows) or rows < 1):
-        raise ValueError(f"rows must be None (every row) or a number of rows, at least 1; got {rows!r}.")
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}; got {kernel!r}.")
-    if not isinstance(received, bool):
-        raise ValueError(f"received must be True or False: whether to follow what each key receives; got {received!r}.")
-    if not isinstance(critical, bool):
-        raise ValueError(f"critical must be True or False: whether to measure the critical scale; got {critical!r}.")
-    limits = thresholds if isinstance(thresholds, Thresholds) else Thresholds().with_(**(thresholds or {}))
-    wanted = _layers(layers, model, names)
-    return Options(every, rows, wanted, _maps(maps), _sinks(sinks), limits, kernel, received, critical)
+        names = ("every", "rows", "layers", "maps", "kernel", "received", "critical", "keep")
+        return {name: getattr(self, name) for name in names} | {"maps": [list(pair) for pair in self.maps]}
 
 
 def _whole(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
+
+
+def whole_step(step: Any) -> int:
+    """The number of a step, of whatever kind of whole number: a record holds Python's alone."""
+    if not isinstance(step, (bool, Tensor)) and hasattr(step, "__index__") and (number := operator.index(step)) >= 0:
+        return number
+    advice = " Of a tensor that counts steps use step.item()." if isinstance(step, Tensor) else ""
+    raise ValueError(f"set_step takes a whole number from 0, or None between steps; got {step!r}.{advice}")
 
 
 def _maps(maps: Any) -> list[tuple[int, int]]:
@@ -122,7 +126,7 @@ def _layers(given: Any, model: nn.Module, names: Sequence[str]) -> list[int | st
 
 def _can_match(one: int | str, model: nn.Module, names: Sequence[str]) -> bool:
     if isinstance(one, int):
-        return not _count(model) or one < _count(model)  # where none looks like attention, calls will tell
+        return not _count(model) or one < _count(model)  # where none looks like attention, calls will show
     called = [name or type(model).__name__ for name in names]
     return any(re.search(one, name) for name in called) or any(
         re.search(one, f"{name}[{call}]") for name in called for call in range(1, 100)
@@ -130,7 +134,107 @@ def _can_match(one: int | str, model: nn.Module, names: Sequence[str]) -> bool:
 
 
 def _count(model: nn.Module) -> int:
-    """How many layers there may be: modules that look like attention, or what a config says where they are shared."""
+    """How many layers there may be: modules that look like attention, or what a config has for shared ones."""
     config = getattr(model, "config", None)
-    said = [n for name in _COUNTS if isinstance(n := getattr(config, name, None), int)]
-    return max(len(expected(model)), *said, 0)
+    listed = [n for name in _COUNTS if isinstance(n := getattr(config, name, None), int)]
+    return max(len(expected(model)), *listed, 0)
+
+
+# ---- what was seen ---------------------------------------------------------------------------------------------------
+
+BY_HAND = (
+    "a softmax of a matmul, written by hand: name its class or module so that 'attention' is in it, call "
+    "F.scaled_dot_product_attention, or report it with observe(query, key)"
+)
+
+
+class Coverage(dict[str, Any]):
+    """What was seen and what was not; its text is a sentence."""
+
+    def __str__(self) -> str:
+        return str(self["text"])
+
+
+def expected(model: nn.Module) -> dict[str, str]:
+    """Innermost modules that look like attention, by name, and their kind."""
+    found = {name: module for name, module in model.named_modules() if is_attention(name, type(module))}
+    outer = {
+        name for name in found if any(other != name and other.startswith(name + "." if name else "") for other in found)
+    }
+    return {name: _kind(module) for name, module in found.items() if name not in outer}
+
+
+def _kind(module: nn.Module) -> str:
+    return "" if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
+
+
+def coverage(
+    wanted: Mapping[str, str], seen: Iterable[str], called: Mapping[str, int], by_hand: Mapping[str, str]
+) -> Coverage:
+    """wanted: as `expected` found it; seen: modules whose softmax was; by_hand: those whose softmax was passed over."""
+    observed = sorted(seen)
+    missed = []
+    for name, kind in wanted.items():
+        if name in by_hand or any(s == name or _inside(s, name) or _inside(name, s) for s in observed):
+            continue
+        if not kind:
+            reason = "a scripted module cannot be followed"
+        elif not called.get(name):
+            reason = "never called while watched"
+        else:
+            reason = f"{kind} was called, but no scaled_dot_product_attention, softmax or partita call was seen in it"
+        missed.append({"name": name or "(the model itself)", "reason": reason})
+    missed += [{"name": name or kind, "reason": BY_HAND} for name, kind in by_hand.items() if name not in observed]
+    total = len(observed) + len(missed)
+    short = f"{len(observed)} of {total} attention modules observed"
+    text = short if not missed else short + "; not seen: " + "; ".join(f"{m['name']} ({m['reason']})" for m in missed)
+    return Coverage(observed=observed, missed=missed, total=total, short=short, text=text)
+
+
+def _inside(name: str, outer: str) -> bool:
+    return name.startswith(outer + ".")
+
+
+# ---- where and how a record was made ---------------------------------------------------------------------------------
+
+
+def provenance(model: torch.nn.Module | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Version, machine kind, model class and size, options. No host names, no paths, no environment variables."""
+    about: dict[str, Any] = {
+        "partita": _version("partita"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "options": options,
+    }
+    if "transformers" in sys.modules:
+        about["transformers"] = _version("transformers")
+    if model is not None:
+        parameters = list(model.parameters())
+        about["model"] = type(model).__name__
+        about["parameters"] = sum(p.numel() for p in parameters)
+        about["dtype"] = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "none"
+        about["device"] = ", ".join(sorted({p.device.type for p in parameters})) or "none"
+        implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if implementation:
+            about["attention"] = str(implementation)
+        if (longest := positions(model)) is not None:
+            about["positions"] = longest
+    return about
+
+
+def positions(model: torch.nn.Module) -> int | None:
+    """The longest input that the model's config allows."""
+    config = getattr(model, "config", None)
+    found = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    return next((int(n) for n in found if isinstance(n, int) and n > 0), None)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"

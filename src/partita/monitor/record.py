@@ -7,16 +7,20 @@ profiles of what keys received are plain dicts.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from partita.monitor.files import replace_file
-from partita.monitor.table import Table
+
+if TYPE_CHECKING:
+    from partita.monitor.findings import Finding, Thresholds
 
 SCHEMA = "partita.record/1"
 
@@ -44,12 +48,14 @@ COLUMNS: dict[str, str] = {
     "twin_similarity": "correlation with it, over evenly spaced rows",
     "scale": "what scores were multiplied by, mean over the rows of a close look; with critical=True",
     "critical": "critical scale over that scale, median over evenly spaced rows of the later half; with critical=True",
+    "rivals": "keys with at least 1/e of the best key's weight, with itself, mean over those rows; with critical=True",
 }
 BAND_COLUMNS = ("rows", "visible", "width", "normalized_entropy", "sink_first")
 INTEGERS = {"sink_key", "length", "rows", "single", "nonfinite", "twin"}
 ADDED = {"rows", "single", "nonfinite"}
 LARGEST = {"max_score", "length"}
-# the numbers a row of a loss may have; a row has `step` and `name` besides, and perhaps `type` and `bins`
+FROM_FIRST = {"sink_key", "twin"}  # of several ranks
+# the numbers a row of a loss may have; a row also has `step` and `name`, and perhaps `type` and `bins`
 LOSS_COLUMNS = (
     *("loss", "entropy", "confidence", "accuracy", "rows", "classes", "candidates", "effective_negatives"),
     *("bound", "cap", "scale", "alignment", "uniformity", "norm_query", "norm_key"),
@@ -105,8 +111,55 @@ class Block:
 _INDEX = {name: i for i, name in enumerate(COLUMNS)}
 
 
+class Readings:
+    """What a record gives, and a watch that is still making one."""
+
+    thresholds: Any = None  # of its findings, unless others are given
+
+    def finished(self) -> Record:
+        """The record with everything that was measured."""
+        raise NotImplementedError
+
+    def frame(self, pandas: bool | None = None) -> Any:
+        """One row per step, layer and head: a pandas DataFrame where pandas is installed, else a `Table`."""
+        return Table(self.finished().rows(), columns=frame_columns()).native(pandas)
+
+    def loss_frame(self, pandas: bool | None = None) -> Any:
+        """One row per step and loss."""
+        return Table(self.finished().losses).native(pandas)
+
+    def findings(self, thresholds: Thresholds | dict[str, float] | None = None) -> list[Finding]:
+        """What is worth a look, worst first."""
+        from partita.monitor.findings import find
+
+        return find(self.finished(), thresholds if thresholds is not None else self.thresholds)
+
+    def save(self, path: str | Path) -> Path:
+        """Write JSON lines, the first a header with schema, columns and provenance; `partita.load_record` reads it."""
+        return replace_file(path, (text_of(line) for line in self.finished().lines()))
+
+    def report(self, path: str | Path, other: Record | None = None, **options: Any) -> Path:
+        """Write the self-contained HTML report; with `other`, a comparison of the two runs."""
+        options = {"thresholds": self.thresholds, **options}
+        return render_page().write(self.finished(), path, other=other, **options)  # type: ignore[no-any-return]
+
+    def plot(self, kind: str = "entropy") -> Any:
+        """A figure that notebooks show, and `.save(path)` writes as SVG: "entropy" (H / log n over the run), "scores"
+        (the largest score), "width" (against length)."""
+        return render_page("plots").plot(self.finished(), kind)
+
+    def summary(self, thresholds: Thresholds | dict[str, float] | None = None) -> str:
+        """A sentence about the run, its findings, and what was not seen."""
+        record, found = self.finished(), self.findings(thresholds)
+        text = [str(render_page("verdict").sentence(record, found)), str(record.coverage.get("text") or "")]
+        return "\n".join([line for line in text if line] + ([repr(found)] if found else []))
+
+    def _repr_html_(self) -> str:
+        return str(render_page().notebook(self.finished()))
+
+
 @dataclass(repr=False)
-class Record:
+class Record(Readings):
     """Everything one run of `watch` measured."""
 
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -118,10 +171,21 @@ class Record:
     studies: list[dict[str, Any]] = field(default_factory=list)
     coverage: dict[str, Any] = field(default_factory=dict)
     overhead: dict[str, Any] = field(default_factory=dict)
-    received: list[dict[str, Any]] = field(default_factory=list)  # profiles, as positions.py makes them
+    received: list[dict[str, Any]] = field(default_factory=list)  # profiles of `measure.Received`
+
+    def finished(self) -> Record:
+        return self
 
     def steps(self) -> list[int]:
         return sorted({b.step for b in self.blocks} | {int(r["step"]) for r in self.losses})
+
+    def losses_by_name(self, kind: str | None = None) -> dict[str, list[dict[str, Any]]]:
+        """The rows of each loss; of those of one type."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in self.losses:
+            if kind is None or row.get("type") == kind:
+                found.setdefault(str(row["name"]), []).append(row)
+        return found
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One dict per step, layer and head."""
@@ -136,28 +200,14 @@ class Record:
                 row["cross"] = site.cross
                 yield row
 
-    def frame(self, pandas: bool | None = None) -> Any:
-        """One row per step, layer and head: a pandas DataFrame where pandas is installed, else a `Table`."""
-        return Table(self.rows(), columns=frame_columns()).native(pandas)
-
-    def loss_frame(self, pandas: bool | None = None) -> Any:
-        """One row per observed loss call and step."""
-        return Table(self.losses).native(pandas)
-
-    def findings(self, thresholds: Any = None) -> list[Any]:
-        from partita.monitor.findings import find
-
-        return find(self, thresholds)
-
-    def save(self, path: str | Path) -> Path:
-        """Write JSON lines; the first line is the header with schema, columns and provenance."""
-        return replace_file(path, (text_of(line) for line in self.lines()))
+    @property
+    def title(self) -> str:
+        return str(self.provenance.get("title") or self.provenance.get("model") or "a model")
 
     def __repr__(self) -> str:
         heads, steps = sum(s.heads for s in self.sites), len(self.steps())
-        name = str(self.provenance.get("title") or self.provenance.get("model") or "a model")
         counts = f"{len(self.sites)} layers, {heads} heads, {steps} {self.unit}{'s' * (steps != 1)}"
-        return f"<record of {name[:60]!r}: {counts}, {len({r['name'] for r in self.losses})} losses>"
+        return f"<record of {self.title[:60]!r}: {counts}, {len(self.losses_by_name())} losses>"
 
     @property
     def frozen(self) -> bool:
@@ -174,35 +224,29 @@ class Record:
             yield site.line(layer)
         for block in self.blocks:
             yield block_line(block)
-        told = {"loss": self.losses, "curve": self.curves, "map": self.maps, "received": self.received}
-        for kind, rows in (told | {"study": self.studies}).items():
+        kinds = {"loss": self.losses, "curve": self.curves, "map": self.maps, "received": self.received}
+        for kind, rows in (kinds | {"study": self.studies}).items():
             for row in rows:
                 yield {"kind": kind, **clean(row)}
         yield {"kind": "summary", "coverage": clean(self.coverage), "overhead": clean(self.overhead)}
 
-    def report(self, path: str | Path, other: Record | None = None, **options: Any) -> Path:
-        """Write the self-contained HTML report; with `other`, a comparison of the two runs."""
-        return render_page().write(self, path, other=other, **options)  # type: ignore[no-any-return]
 
-    def plot(self, kind: str = "entropy") -> Any:
-        """A figure: "entropy" (H / log n over the run), "scores" (the largest score), "width" (against length)."""
-        return render_page("plots").plot(self, kind)
-
-    def summary(self, thresholds: Any = None) -> str:
-        """What a person would say about the run, and what was not seen."""
-        found = self.findings(thresholds)
-        said = [str(render_page("verdict").sentence(self, found)), str(self.coverage.get("text") or "")]
-        return "\n".join([text for text in said if text] + ([repr(found)] if found else []))
-
-    def _repr_html_(self) -> str:
-        return str(render_page().notebook(self))
+def band_sums(blocks: Iterable[Block]) -> dict[tuple[int, int, int], list[float]]:
+    """(layer, head, band of visible keys) -> rows, and sums over them of the keys they may see and of their width."""
+    sums: dict[tuple[int, int, int], list[float]] = {}
+    for block in blocks:
+        for band, values in block.bands.items():
+            for head in range(len(values) // len(BAND_COLUMNS)):
+                rows, visible, width, *_ = values[head * len(BAND_COLUMNS) :]
+                if rows > 0 and math.isfinite(visible) and math.isfinite(width):
+                    total = sums.setdefault((block.layer, head, band), [0.0, 0.0, 0.0])
+                    total[:] = (a + b for a, b in zip(total, (rows, rows * visible, rows * width), strict=True))
+    return dict(sorted(sums.items()))
 
 
 def render_page(part: str = "") -> Any:
-    """The page module. It lives in the layer above (`lab`), so it is looked up by name when a page is asked for."""
-    import importlib
-
-    return importlib.import_module("partita.lab.report" + (f".{part}" if part else ""))
+    """The page module, loaded when a page is requested."""
+    return importlib.import_module("partita.monitor.report" + (f".{part}" if part else ""))
 
 
 def frame_columns() -> list[str]:
@@ -263,3 +307,124 @@ def clean(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [clean(v) for v in value]
     return str(value)
+
+
+# ---- a plain table ---------------------------------------------------------------------------------------------------
+
+
+class Table:
+    """Rows of named values; a pandas DataFrame where pandas is installed.
+
+    >>> t = Table([{"a": 1, "b": 2}, {"a": 3, "b": 4}])
+    >>> t["a"], t.b, t[1], len(t)  # columns by name or as attributes, as in pandas
+    ([1, 3], [2, 4], {'a': 3, 'b': 4}, 2)
+    """
+
+    def __init__(self, rows: Iterable[dict[str, Any]], columns: list[str] | None = None) -> None:
+        self.rows = list(rows)
+        self.columns = columns or list(dict.fromkeys(key for row in self.rows for key in row))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if isinstance(key, (int, slice)):
+            return self.rows[key]
+        if key not in self.columns:
+            raise KeyError(f"no column {key!r}; the columns are {', '.join(self.columns)}")
+        return [row.get(key) for row in self.rows]
+
+    def __getattr__(self, name: str) -> Any:
+        columns = self.__dict__.get("columns", ())
+        if name not in columns:
+            raise AttributeError(f"a table has no {name!r}; its columns are {', '.join(columns)}")
+        return self[name]
+
+    def to_dict(self, orient: str = "records") -> Any:
+        """As pandas does it: "records" (list of rows) or "list" (dict of columns)."""
+        if orient == "records":
+            return [dict(row) for row in self.rows]
+        if orient == "list":
+            return {name: self[name] for name in self.columns}
+        raise ValueError(f"orient must be 'records' or 'list'; got {orient!r}")
+
+    def native(self, pandas: bool | None = None) -> Any:
+        """A DataFrame if pandas is wanted (None: if it is installed), else this table."""
+        if pandas is False or (pandas is None and importlib.util.find_spec("pandas") is None):
+            return self
+        import pandas as pd
+
+        return pd.DataFrame(self.rows, columns=self.columns)
+
+    def __repr__(self) -> str:
+        shown = [[_short(row.get(name)) for name in self.columns] for row in self.rows[:20]]
+        widths = [max([len(name), *(len(line[i]) for line in shown)]) for i, name in enumerate(self.columns)]
+        head = "  ".join(name.rjust(w) for name, w in zip(self.columns, widths, strict=True))
+        body = ["  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in shown]
+        more = [f"... {len(self) - 20} more rows"] if len(self) > 20 else []
+        return "\n".join([head, *body, *more])
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# ---- records of several ranks ----------------------------------------------------------------------------------------
+
+
+def merge_records(records: Sequence[Record]) -> Record:
+    """The record that the ranks would have made as one process: counts add, maxima are maxima, means are weighted.
+
+    Blocks of one rank only are kept. Quantiles and the strongest key's mass are averaged: close, not exact. Curves,
+    maps and profiles are the first's.
+    """
+    first = records[0]
+    blocks: dict[tuple[int, int], list[Block]] = {}
+    for record in records:
+        for block in record.blocks:
+            blocks.setdefault((block.step, block.layer), []).append(block)
+    merged = [_join(parts) for _, parts in sorted(blocks.items())]
+    losses = [row for record in records for row in record.losses]
+    about = {**first.provenance, "ranks": len(records)}
+    return Record(
+        about, first.sites, merged, losses, first.curves, first.maps, first.studies, first.coverage, first.overhead,
+        first.received,
+    )  # fmt: skip
+
+
+def _join(parts: list[Block]) -> Block:
+    bands = sorted({band for p in parts for band in p.bands})
+    return Block(
+        parts[0].step, parts[0].layer, parts[0].training, _combined([p.values for p in parts], tuple(COLUMNS)),
+        {band: _combined([p.bands[band] for p in parts if band in p.bands], BAND_COLUMNS) for band in bands},
+    )  # fmt: skip
+
+
+def _combined(parts: list[array[float]], names: tuple[str, ...]) -> array[float]:
+    """Tables with a row of these columns for each head."""
+    out, width = array("d"), len(names)
+    for start in range(0, max(map(len, parts)), width):
+        rows = [dict(zip(names, p[start : start + width], strict=True)) for p in parts if start < len(p)]
+        out.extend(_combine(name, [r[name] for r in rows], [r["rows"] for r in rows]) for name in names)
+    return out
+
+
+def _combine(name: str, values: list[float], weights: list[float]) -> float:
+    good = [v for v in values if math.isfinite(v)]
+    if not good:
+        return math.nan
+    if name in ADDED:
+        return sum(good)
+    if name in LARGEST:
+        return max(good)
+    return good[0] if name in FROM_FIRST else weighted_mean(values, weights)
+
+
+def weighted_mean(values: list[float], weights: list[float]) -> float:
+    """Over the finite values of some weight; NaN where there is none."""
+    pairs = [(v, w) for v, w in zip(values, weights, strict=True) if math.isfinite(v) and w > 0]
+    total = sum(w for _, w in pairs)
+    return sum(v * w for v, w in pairs) / total if total else math.nan

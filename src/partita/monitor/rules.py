@@ -1,222 +1,377 @@
-"""One function per finding code: (record, series, thresholds) -> findings."""
+"""What makes a finding: a table of texts, one rule for each code, and one evaluator, `Judge`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+from itertools import groupby, pairwise
 from typing import Any
 
-from partita.monitor.findings import Finding, Series, Thresholds, Where, median, slope
-from partita.monitor.record import Record
+from partita.monitor.findings import Finding, Series, Thresholds, Where, last, median, slope
+from partita.monitor.record import LOSS_COLUMNS, Record
 
-BIN = 1 / 256  # of the histogram that quantiles are read from: nothing finer can be said
-Rule = Callable[[Record, Series, Thresholds], Iterator[Finding]]
-Hits = list[tuple[Where, Any]]
-
-
-def _place(layer: int, hits: Hits) -> str:
-    heads = [str(w[1]) for w, _ in hits]
-    shown = ", ".join(heads[:8]) + (f" and {len(heads) - 8} more" if len(heads) > 8 else "")
-    return f"layer {layer} head{'s' if len(heads) > 1 else ''} {shown}"
+BIN = 1 / 256  # of the histogram that quantiles are read from: nothing finer is known
+Hits = list[tuple[Where, Any]]  # heads, and the number by which a rule holds for each
 
 
-def _whole(value: float) -> str:
-    return str(int(value)) if math.isfinite(value) else "unknown"
+# confidence, and the threshold as a format over the fields of `Thresholds`
+KINDS = {
+    "HEAD_COLLAPSED": ("medium", "collapsed < {collapsed:g}"),
+    "HEAD_UNIFORM": ("medium", "uniform > {uniform:g}"),
+    "SINK_HEAD": ("high", "sink > {sink:g}, of more than {sink_share:.0%} of the heads"),
+    "LOGIT_GROWTH": (
+        "medium", "level {logit_warning:g}/{logit_error:g}, growth x{growth_ratio:g} above {growth_level:g}"
+    ),
+    "ENTROPY_DROP": ("low", "fall > {entropy_drop:g} between neighbouring windows"),
+    "LENGTH_DILUTION": ("medium", "exponent > {dilution_slope:g}"),
+    "DUPLICATE_HEADS": ("medium", "correlation > {duplicate:g}"),
+    "NONFINITE": ("high", "any"),
+    "NOT_NORMALISED": ("high", "| |x| - 1 | > {norm_tolerance:g}"),
+    "EFFECTIVE_NEGATIVES_LOW": ("medium", "effective / negatives < {negatives:g}"),
+    "MI_SATURATED": ("high", "bound / log N > {saturation:g}"),
+    "SCALE_AT_CAP": ("medium", "scale within 1 % of {scale_cap:g}"),
+    "COVERAGE": ("high", ""),
+}  # fmt: skip
+
+# what it means and what to try, by code and by case; "frozen": a model that was not trained while it was watched
+TEXTS = {
+    "HEAD_COLLAPSED": (
+        "Most rows put all their mass on one key, so little gradient reaches the scores.",
+        "a smaller scale or a normalised query and key; check the learning rate of their projections.",
+    ),
+    "HEAD_COLLAPSED frozen": (
+        "Most rows put all their mass on one key.",
+        "a smaller scale, if this head should weigh several keys.",
+    ),
+    "HEAD_UNIFORM": (
+        "The head averages all keys: it selects nothing (normal at initialisation, a waste after training).",
+        "more steps, a larger scale, or removing it.",
+    ),
+    "HEAD_UNIFORM frozen": ("", "a larger scale, or removing the head."),
+    "SINK_HEAD": (
+        "Heads park attention they do not need on one key. Common and often harmless; it matters for "
+        "quantising, cutting the cache, and maps.",
+        "keep that key when cutting a cache; an explicit sink (attention(sink=...)) frees the first token.",
+    ),
+    "LOGIT_GROWTH": (
+        "Scores of this size lose digits in half precision and freeze the softmax.",
+        "normalise query and key, cap the scores (softcap), or lower the learning rate of their projections.",
+    ),
+    "LOGIT_GROWTH frozen": ("", "keep the scores in float32, or cap them (softcap)."),
+    "LOGIT_GROWTH below": (
+        "Scores grow; that is how a head learns to select, and harmless while it stops below {logit_warning:g}.",
+        "",
+    ),
+    "ENTROPY_DROP": (
+        "A sudden fall often comes before a spike of the loss.",
+        "compare with the loss at that step; lower the learning rate, clip gradients, or add warm-up.",
+    ),
+    "ENTROPY_DROP learned": ("The head has begun to select, and the loss did not rise with it: learning.", ""),
+    "LENGTH_DILUTION": (
+        "Longer inputs are read with a wider attention. Within the lengths a model was trained at that is how it "
+        "learned to read them.",
+        "",
+    ),
+    "LENGTH_DILUTION beyond": (
+        "Beyond the length it was trained at the model spreads over proportionally more keys: what it picked out there "
+        "may fade.",
+        "",
+    ),
+    "LENGTH_DILUTION below critical": (
+        "Below its critical scale a row's best key is outweighed by those that compete with it: it averages over more "
+        "keys the more there are.",
+        "",
+    ),
+    "LENGTH_DILUTION above critical": (
+        "Above its critical scale a row keeps its mass on a few keys, however many there are.",
+        "",
+    ),
+    "DUPLICATE_HEADS": (
+        "Two heads compute one distribution; the second adds no selection.",
+        "prune one of them, or check the initialisation (tied or copied heads).",
+    ),
+    "NONFINITE": (
+        "Their output is NaN or undefined, and the gradients of the batch with it.",
+        "look at what this layer is given at the first bad {unit}; half precision overflows above 65504.",
+    ),
+    "NONFINITE frozen": ("Their output is NaN or undefined.", ""),
+    "NONFINITE ours": (
+        "A fault of partita, not of the model. They are left out of tables and pages.",
+        "report the model's kind of attention and this line as an issue of partita.",
+    ),
+    "NONFINITE loss": ("The loss is NaN or infinite.", "look at the logits of the first bad step."),
+    "NOT_NORMALISED": (
+        "The scale then mixes with the norm: the temperature does not mean what it says.",
+        "normalise both sides, or pass normalize=True.",
+    ),
+    "EFFECTIVE_NEGATIVES_LOW": (
+        "A few hard (or false) negatives decide every step; the rest of the batch is wasted.",
+        "a higher temperature, or a look at near-duplicates in the batch.",
+    ),
+    "MI_SATURATED": (
+        "The bound cannot grow further with this many candidates: the loss no longer measures progress.",
+        "more candidates (larger batch, gathered across ranks) or harder ones.",
+    ),
+    "SCALE_AT_CAP": (
+        "The learned scale wants to be sharper than it may; its gradient is cut off.",
+        "check for duplicates, then raise the cap or fix the scale.",
+    ),
+    "COVERAGE": (
+        "What was not seen is not judged.",
+        "w.observe(query, key, ...) inside that module, or F.scaled_dot_product_attention there.",
+    ),
+}
 
 
-def _heads(hits: Hits) -> tuple[Where, ...]:
-    return tuple(w for w, _ in hits)
+class Judge:
+    """One record, judged by all rules."""
 
+    def __init__(self, record: Record, limits: Thresholds) -> None:
+        self.record, self.limits, self.series = record, limits, Series(record)
+        self.words = asdict(limits) | {"unit": record.unit}
 
-def _picture(series: Series, where: Where, name: str) -> tuple[float, ...]:
-    values = series.column(where, name)
-    stride = max(1, len(values) // 48)
-    return tuple(values[::stride])
-
-
-def _same_length(series: Series, where: Where) -> bool:
-    """Steps compare over time only if their inputs are about as long: a longer one has larger maxima by itself."""
-    lengths = series.column(where, "length", weight="length")
-    return bool(lengths) and max(lengths) <= 1.5 * min(lengths)
-
-
-def _above(series: Series, limit: float, measure: Callable[[Where], float]) -> Iterator[tuple[int, Hits, Where, float]]:
-    """Each layer with heads whose number lies above a limit, those heads, and the worst of them with its number."""
-
-    def test(where: Where) -> float | None:
-        value = measure(where)
-        return value if value > limit else None
-
-    for layer, hits in series.by_layer(test):
-        yield layer, hits, *max(hits, key=lambda h: h[1])
-
-
-def collapsed(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    def test(where: Where) -> float | None:
-        value = series.late(where, "normalized_entropy_p50")
-        return value if value < limits.collapsed else None
-
-    for layer, hits in series.by_layer(test):
-        where, value = min(hits, key=lambda h: h[1])
-        value = max(value, BIN)
-        mean, width = (series.late(where, name) for name in ("normalized_entropy", "effective_width"))
-        yield Finding(
-            "warning",
-            "HEAD_COLLAPSED",
-            _place(layer, hits),
-            f"half of the rows of head {where[1]} have H / log n below {value:.3f} (mean over rows {mean:.3f}, mean "
-            f"width {width:.2f} keys; {series.window})",
-            "Most rows put all their mass on one key."
-            if series.frozen
-            else "Most rows put all their mass on one key, so little gradient reaches the scores.",
-            "a smaller scale, if this head should weigh several keys."
-            if series.frozen
-            else "a smaller scale or a normalised query and key; check the learning rate of their projections.",
-            "medium",
-            f"collapsed < {limits.collapsed:g}",
-            _heads(hits),
-            _picture(series, where, "normalized_entropy_p50"),
+    def findings(self) -> Iterator[Finding]:
+        rules = (
+            *(self.collapsed, self.uniform, self.sinks, self.growth, self.drop, self.dilution, self.below_critical),
+            *(self.duplicates, self.nonfinite, self.losses, self.coverage),
         )
+        for rule in rules:
+            yield from rule()
 
+    def finding(
+        self, severity: str, code: str, where: str, evidence: str, hits: Hits | None = None, *,
+        picture: tuple[Where, str] | None = None, series: Iterable[float] = (), case: str = "", **changes: Any,
+    ) -> Finding:  # fmt: skip
+        """A finding of these heads; case: which of a code's texts. The picture is a column of a head, or the series."""
+        cases = TEXTS.get(f"{code} {case or 'frozen' * self.series.frozen}", ("", "")), TEXTS[code]
+        meaning, action = (next(filter(None, texts), "") for texts in zip(*cases, strict=True))
+        confidence, threshold = KINDS[code]
+        if picture is not None:
+            values = self.series.column(*picture)
+            series = values[:: max(1, len(values) // 48)]
+        heads = tuple(where for where, _ in hits or ())
+        meaning, action, threshold = (text.format(**self.words) for text in (meaning, action, threshold))
+        text = (evidence, meaning, action, confidence, threshold)
+        return replace(Finding(severity, code, where, *text, heads, tuple(series)), **changes)
 
-def uniform(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    entropies = _above(series, limits.uniform, lambda where: series.late(where, "normalized_entropy"))
-    for layer, hits, where, value in entropies:
-        yield Finding(
-            "warning",
-            "HEAD_UNIFORM",
-            _place(layer, hits),
-            f"mean over rows of H / log n is {value:.4f} in head {where[1]} ({series.window})",
-            "The head averages all keys: it selects nothing (normal at initialisation, a waste after training).",
-            "a larger scale, or removing the head." if series.frozen else "more steps, a larger scale, or removing it.",
-            "medium",
-            f"uniform > {limits.uniform:g}",
-            _heads(hits),
-            _picture(series, where, "normalized_entropy"),
-        )
+    def hits(self, measure: Callable[[Where], Any], holds: Callable[[Any], Any] = bool) -> Hits:
+        """The heads for whose number a rule holds."""
+        return [(where, value) for where in sorted(self.series.heads) if holds(value := measure(where))]
 
+    def above(self, limit: float, measure: Callable[[Where], float]) -> Iterator[tuple[Hits, Where, float]]:
+        """Of each layer the heads whose number is above a limit, and the worst of them with its number."""
+        for hits in _by_layer(self.hits(measure, lambda value: value > limit)):
+            yield hits, *max(hits, key=lambda h: h[1])
 
-def sinks(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    def test(where: Where) -> tuple[float, float] | None:
-        first, top = series.late(where, "sink_first"), series.late(where, "sink_top")
-        length = series.late(where, "visible")
-        # one of very few keys gets much mass without being a sink
-        return (max(first, top), first) if max(first, top) > max(limits.sink, 4.0 / max(length, 1.0)) else None
+    # ---- heads -------------------------------------------------------------------------------------------------------
 
-    layers = list(series.by_layer(test))
-    hits = [hit for _, found in layers for hit in found]  # a habit of the whole model: one finding, not one per layer
-    share = len(hits) / max(1, len(series.heads))
-    common = share > limits.sink_share
-    if hits:
+    def collapsed(self) -> Iterator[Finding]:
+        late, column = self.series.late, "normalized_entropy_p50"
+        for hits in _by_layer(self.hits(lambda w: late(w, column), lambda value: value < self.limits.collapsed)):
+            where, value = min(hits, key=lambda h: h[1])
+            mean, width = (late(where, name) for name in ("normalized_entropy", "effective_width"))
+            evidence = (
+                f"half of the rows of head {where[1]} have H / log n below {max(value, BIN):.3f} (mean over rows "
+                f"{mean:.3f}, mean width {width:.2f} keys; {self.series.window})"
+            )
+            yield self.finding("warning", "HEAD_COLLAPSED", _place(hits), evidence, hits, picture=(where, column))
+
+    def uniform(self) -> Iterator[Finding]:
+        column = "normalized_entropy"
+        for hits, where, value in self.above(self.limits.uniform, lambda w: self.series.late(w, column)):
+            evidence = f"mean over rows of H / log n is {value:.4f} in head {where[1]} ({self.series.window})"
+            yield self.finding("warning", "HEAD_UNIFORM", _place(hits), evidence, hits, picture=(where, column))
+
+    def sinks(self) -> Iterator[Finding]:
+        """A habit of the whole model: one finding, not one per layer."""
+        late, limits, heads = self.series.late, self.limits, len(self.series.heads)
+
+        def measure(where: Where) -> tuple[float, float] | None:
+            first, top = late(where, "sink_first"), late(where, "sink_top")
+            # one of very few keys gets much mass without being a sink
+            enough = max(first, top) > max(limits.sink, 4.0 / max(late(where, "visible"), 1.0))
+            return (max(first, top), first) if enough else None
+
+        if not (hits := self.hits(measure)):
+            return
         where, (value, first) = max(hits, key=lambda h: h[1][0])
-        many = f"{len(hits)} of {len(series.heads)} heads in {len(layers)} layers"
-        place = many if len(layers) > 1 else _place(where[0], hits)
-        key = "key 0" if first >= value - 1e-9 else f"key {_whole(series.late(where, 'sink_key'))}"
-        yield Finding(
-            "warning" if common else "info",
-            "SINK_HEAD",
-            place,
-            f"{value:.0%} of the mass of layer {where[0]} head {where[1]} lies on {key} ({series.window}); "
-            f"{share:.0%} of all heads are sinks",
-            "Heads park attention they do not need on one key. Common and often harmless; it matters for "
-            "quantising, cutting the cache, and maps.",
-            "keep that key when cutting a cache; an explicit sink (attention(sink=...)) frees the first token.",
-            "high",
-            f"sink > {limits.sink:g}, of more than {limits.sink_share:.0%} of the heads",
-            _heads(hits),
-            _picture(series, where, "sink_first" if key == "key 0" else "sink_top"),
+        share, layers = len(hits) / heads, len({w[0] for w, _ in hits})
+        key = "key 0" if first >= value - 1e-9 else f"key {_whole(late(where, 'sink_key'))}"
+        picture = where, "sink_first" if key == "key 0" else "sink_top"
+        place = f"{len(hits)} of {heads} heads in {layers} layers" if layers > 1 else _place(hits)
+        evidence = (
+            f"{value:.0%} of the mass of layer {where[0]} head {where[1]} is on {key} ({self.series.window}); "
+            f"{share:.0%} of all heads are sinks"
         )
+        severity = "warning" if share > limits.sink_share else "info"
+        yield self.finding(severity, "SINK_HEAD", place, evidence, hits, picture=picture)
 
+    def growth(self) -> Iterator[Finding]:
+        hits = self.hits(self._level_and_growth)
+        for found in _by_layer([hit for hit in hits if hit[1][0] >= self.limits.logit_warning]):
+            yield self._grown(_place(found), found)
+        # a model that learns from scratch grows its scores too: below the level that hurts, that is news, no fault
+        if below := [hit for hit in hits if hit[1][0] < self.limits.logit_warning]:
+            yield self._grown(f"{len(below)} of {len(self.series.heads)} heads", below)
 
-def growth(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    def test(where: Where) -> tuple[float, float] | None:
+    def _level_and_growth(self, where: Where) -> tuple[float, float] | None:
+        """The largest score, and how it grew over the run (1 where it did not), if either is worth a look."""
+        series, limits = self.series, self.limits
         values = series.column(where, "max_score", weight="length")
         if not values:
             return None
-        level = series.late(where, "max_score", weight="length")
-        quarter = max(1, len(values) // 4)
-        parts = [median(values[i * quarter : (i + 1) * quarter]) for i in range(4)] if len(values) >= 4 else [level]
-        start = max(abs(parts[0]), 1e-6)
+        level, ratio, quarter = series.late(where, "max_score", weight="length"), 1.0, len(values) // 4
         # inputs of a frozen model have an order, and no history
-        grows = len(parts) == 4 and not series.frozen and _same_length(series, where)
-        ratio = level / start if grows and all(a < b for a, b in pairwise(parts)) else 1.0
-        if level >= limits.logit_warning or (ratio >= limits.growth_ratio and level >= limits.growth_level):
-            return level, ratio
-        return None
+        if quarter and not series.frozen and _same_length(series, where):
+            parts = [median(values[i * quarter : (i + 1) * quarter]) for i in range(4)]
+            if all(a < b for a, b in pairwise(parts)):
+                ratio = level / max(abs(parts[0]), 1e-6)
+        grown = ratio >= limits.growth_ratio and level >= limits.growth_level
+        return (level, ratio) if grown or level >= limits.logit_warning else None
 
-    layers = list(series.by_layer(test))
-    for layer, found in layers:  # above the line of the chart
-        if hits := [hit for hit in found if hit[1][0] >= limits.logit_warning]:
-            yield _growth(series, limits, _place(layer, hits), hits)
-    # a model that learns from scratch grows its scores too: below the level that hurts, that is news, no fault
-    below = [hit for _, found in layers for hit in found if hit[1][0] < limits.logit_warning]
-    if below:
-        yield _growth(series, limits, f"{len(below)} of {len(series.heads)} heads", below)
+    def _grown(self, place: str, hits: Hits) -> Finding:
+        where, (level, ratio) = max(hits, key=lambda h: h[1][0])
+        grown = f", {ratio:.1f} times the first quarter of the run" if ratio > 1 else ""
+        below = level < self.limits.logit_warning
+        severity = "error" if level >= self.limits.logit_error else "info" if below else "warning"
+        evidence = f"largest score {level:.1f} in layer {where[0]} head {where[1]} ({self.series.window}){grown}"
+        case, picture = "below" * below, (where, "max_score")
+        return self.finding(severity, "LOGIT_GROWTH", place, evidence, hits, case=case, picture=picture)
 
+    def drop(self) -> Iterator[Finding]:
+        for found in _by_layer([] if self.series.frozen else self.hits(self._fall)):  # inputs have no history
+            for learned in (False, True):
+                if hits := [hit for hit in found if hit[1][3] == learned]:
+                    where, (_, before, now, _) = max(hits, key=lambda h: h[1][0])
+                    severity, case = ("info", "learned") if learned else ("warning", "")
+                    evidence = (
+                        f"mean H / log n fell from {before:.2f} to {now:.2f} within a few steps in head {where[1]}"
+                    )
+                    picture = where, "normalized_entropy"
+                    yield self.finding(
+                        severity, "ENTROPY_DROP", _place(hits), evidence, hits, case=case, picture=picture
+                    )
 
-def _growth(series: Series, limits: Thresholds, place: str, hits: Hits) -> Finding:
-    where, (level, ratio) = max(hits, key=lambda h: h[1][0])
-    grown = f", {ratio:.1f} times the first quarter of the run" if ratio > 1 else ""
-    below = level < limits.logit_warning
-    return Finding(
-        "error" if level >= limits.logit_error else "info" if below else "warning",
-        "LOGIT_GROWTH",
-        place,
-        f"largest score {level:.1f} in layer {where[0]} head {where[1]} ({series.window}){grown}",
-        f"Scores grow; that is how a head learns to select, and harmless while it stops below {limits.logit_warning:g}."
-        if below
-        else "Scores of this size lose digits in half precision and freeze the softmax.",
-        "keep the scores in float32, or cap them (softcap)."
-        if series.frozen
-        else "normalise query and key, cap the scores (softcap), or lower the learning rate of their projections.",
-        "medium",
-        f"level {limits.logit_warning:g}/{limits.logit_error:g}, growth x{limits.growth_ratio:g} above "
-        f"{limits.growth_level:g}",
-        _heads(hits),
-        _picture(series, where, "max_score"),
-    )
-
-
-def drop(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    def test(where: Where) -> tuple[float, float, float, bool] | None:
+    def _fall(self, where: Where) -> tuple[float, float, float, bool] | None:
+        """How far H / log n fell, from where, what it is now, and whether the head learned by it."""
+        series, limits = self.series, self.limits
         found = largest_fall(series, where)
         if found is None:
             return None
         values = series.column(where, "normalized_entropy")
         before, after, when, window = found
         now = series.late(where, "normalized_entropy")
-        calm = _loss_went_on_falling(record, when, window, len(values))
+        # a fall that healed is history, and a slow decline is learning
+        if before - after <= limits.entropy_drop or before - now <= limits.entropy_drop / 2:
+            return None
         # heads that start by averaging all keys learn to select early in a run
         early = values[0] > limits.untrained and 3 * when <= len(values)
-        learned = (early or calm) and series.late(where, "normalized_entropy_p50") > limits.collapsed
-        # a fall that healed is history, and a slow decline is learning
-        return (
-            (before - after, before, now, learned)
-            if before - after > limits.entropy_drop and before - now > limits.entropy_drop / 2
-            else None
-        )
+        calm = early or _loss_went_on_falling(self.record, when, window, len(values))
+        return before - after, before, now, calm and series.late(where, "normalized_entropy_p50") > limits.collapsed
 
-    layers = [] if series.frozen else list(series.by_layer(test))  # inputs have no history
-    for layer, found, harmless in ((n, found, kind) for n, found in layers for kind in (False, True)):
-        hits = [hit for hit in found if hit[1][3] == harmless]
-        if not hits:
-            continue
-        where, (_, before, now, _) = max(hits, key=lambda h: h[1][0])
-        yield Finding(
-            "info" if harmless else "warning",
-            "ENTROPY_DROP",
-            _place(layer, hits),
-            f"mean H / log n fell from {before:.2f} to {now:.2f} within a few steps in head {where[1]}",
-            "The head has begun to select, and the loss did not rise with it: learning."
-            if harmless
-            else "A sudden fall often comes before a spike of the loss.",
-            "compare with the loss at that step; lower the learning rate, clip gradients, or add warm-up.",
-            "low",
-            f"fall > {limits.entropy_drop:g} between neighbouring windows",
-            _heads(hits),
-            _picture(series, where, "normalized_entropy"),
+    def dilution(self) -> Iterator[Finding]:
+        hits = self.hits(
+            lambda w: width_law(self.series, w, self.limits), lambda f: f and f[0] > self.limits.dilution_slope
         )
+        if not hits:
+            return
+        heads, layers, trained = len(self.series.heads), len({w[0] for w, _ in hits}), trained_length(self.record)
+        where, (value, ratio, short, long) = sorted(hits, key=lambda h: h[1][0])[len(hits) // 2]  # a typical one
+        beyond, most = trained is not None and long > trained, len(hits) > 0.5 * heads
+        place = f"{len(hits)} of {heads} heads in {layers} layer{'s' if layers > 1 else ''}"
+        evidence = (
+            f"effective width grows {ratio:.1f} times between {short} and {long} keys (exponent {value:.2f} in layer "
+            f"{where[0]} head {where[1]})" + (f"; trained at up to {trained}" if trained is not None else "")
+        )
+        severity, certain = "warning" if beyond and most else "info", "high" if most else "medium"
+        yield self.finding(
+            severity, "LENGTH_DILUTION", place, evidence, hits, case="beyond" * beyond, confidence=certain,
+            picture=(where, "effective_width"), action=_policy_advice(self.record),
+        )  # fmt: skip
+
+    def below_critical(self) -> Iterator[Finding]:
+        """Whether scales suffice for the length that was read, and how both grow with it."""
+        laws = self.hits(lambda w: critical_law(self.series, w))
+        if not laws:
+            return
+        longest = max(law[-1][0] for _, law in laws)
+        long = [hit for hit in laws if hit[1][-1][0] == longest]
+        below = [hit for hit in long if hit[1][-1][1] > 1]
+        shown = sorted(below or long, key=lambda hit: hit[1][-1][1])
+        where, law = shown[len(shown) // 2]  # a typical one
+        side = "below" if below else "above"
+        evidence = (
+            f"the scale is {side} its critical value at {longest} keys: {1 / law[-1][1]:.2f} of it in layer {where[0]} "
+            f"head {where[1]}{_growths(law, self.limits)}"
+        )
+        yield self.finding(
+            "info", "LENGTH_DILUTION", f"{len(below)} of {len(long)} heads", evidence, below, case=f"{side} critical",
+            threshold="scale < critical scale", series=[c for _, c, *_ in law if math.isfinite(c)][:48],
+        )  # fmt: skip
+
+    def duplicates(self) -> Iterator[Finding]:
+        alike = self.above(self.limits.duplicate, lambda where: likeness(self.series, where, self.limits))
+        for hits, where, value in alike:
+            if len(hits) > 1:
+                twin = _whole(self.series.late(where, "twin"))
+                evidence = f"heads {where[1]} and {twin} attend alike (correlation {value:.4f})"
+                picture = where, "twin_similarity"
+                yield self.finding("warning", "DUPLICATE_HEADS", _place(hits), evidence, hits, picture=picture)
+
+    def nonfinite(self) -> Iterator[Finding]:
+        def count(where: Where) -> float:
+            return sum(r["nonfinite"] for r in self.series.heads[where] if math.isfinite(r["nonfinite"]))
+
+        for hits in _by_layer(self.hits(count)):
+            evidence = f"{int(sum(v for _, v in hits))} rows with NaN or infinite scores"
+            series = [r["nonfinite"] for r in self.series.heads[hits[0][0]]][:48]
+            yield self.finding("error", "NONFINITE", _place(hits), evidence, hits, series=series)
+        if wrong := self.record.coverage.get("impossible"):
+            evidence = f"{len(wrong)} numbers that cannot be, first {wrong[0]}"
+            yield self.finding("error", "NONFINITE", "partita itself", evidence, case="ours")
+
+    # ---- losses, and what was not seen -------------------------------------------------------------------------------
+
+    def losses(self) -> Iterator[Finding]:
+        for name, rows in self.record.losses_by_name().items():
+            if bad := sum(int(r.get("nonfinite") or 0) for r in rows):
+                evidence = f"{bad} rows with NaN or infinite scores"
+                yield self.finding("error", "NONFINITE", f"loss {name}", evidence, case="loss")
+        for name, rows in self.record.losses_by_name("contrastive").items():
+            for severity, code, evidence, column in _contrast(rows, self.limits, self.record.frozen):
+                yield self.finding(severity, code, f"loss {name}", evidence, series=_finite(rows, column)[-48:])
+
+    def coverage(self) -> Iterator[Finding]:
+        missed = self.record.coverage.get("missed") or []
+        if missed:
+            names = ", ".join(str(m["name"])[:60] for m in missed[:3]) + (" ..." if len(missed) > 3 else "")
+            text = str(self.record.coverage.get("text", ""))[:400]
+            yield self.finding("info" if self.record.blocks else "warning", "COVERAGE", names, text)
+
+
+def _by_layer(hits: Hits) -> Iterator[Hits]:
+    for _, group in groupby(hits, key=lambda hit: hit[0][0]):
+        yield list(group)
+
+
+def _place(hits: Hits) -> str:
+    heads = [str(w[1]) for w, _ in hits]
+    shown = ", ".join(heads[:8]) + (f" and {len(heads) - 8} more" if len(heads) > 8 else "")
+    return f"layer {hits[0][0][0]} head{'s' if len(heads) > 1 else ''} {shown}"
+
+
+def _whole(value: float) -> str:
+    return str(int(value)) if math.isfinite(value) else "unknown"
+
+
+# ---- numbers that rules read -----------------------------------------------------------------------------------------
+
+
+def _same_length(series: Series, where: Where) -> bool:
+    """Steps compare over time only if their inputs are about as long: a longer one has larger maxima by itself."""
+    lengths = series.column(where, "length", weight="length")
+    return bool(lengths) and max(lengths) <= 1.5 * min(lengths)
 
 
 def largest_fall(series: Series, where: Where) -> tuple[float, float, int, int] | None:
@@ -233,119 +388,61 @@ def largest_fall(series: Series, where: Where) -> tuple[float, float, int, int] 
 
 
 def _loss_went_on_falling(record: Record, when: int, window: int, steps: int) -> bool:
-    """Whether the losses of the run, where it has them at every step, are no higher after the fall than before."""
-    for name in dict.fromkeys(r["name"] for r in record.losses):
-        rows = [r for r in record.losses if r["name"] == name]
-        values = [float(r["loss"]) for r in rows if r.get("loss") is not None and math.isfinite(float(r["loss"]))]
+    """Whether the first loss that the run has at every step is no higher after the fall than before."""
+    for rows in record.losses_by_name().values():
+        values = _finite(rows, "loss")
         if len(values) == steps:
-            return max(median(values[when : when + window]), median(values[-window:])) <= median(
-                values[when - window : when]
-            )
+            after = max(median(values[when : when + window]), median(values[-window:]))
+            return after <= median(values[when - window : when])
     return False
 
 
+def _finite(rows: list[dict[str, Any]], column: str) -> list[float]:
+    return [float(r[column]) for r in rows if r.get(column) is not None and math.isfinite(float(r[column]))]
+
+
 def trained_length(record: Record) -> int | None:
-    """The longest input the model was trained at: as it was told, as it was seen, or as many as it has positions."""
-    told = record.provenance.get("training_length")
-    if isinstance(told, (int, float)) and told > 0:
-        return int(told)
+    """The longest input the model was trained at: as it was given, as it was seen, or its number of positions."""
+    given = record.provenance.get("training_length")
+    if isinstance(given, (int, float)) and given > 0:
+        return int(given)
     seen = [v for b in record.blocks if b.training for v in b.column("length") if math.isfinite(v)]
     has = record.provenance.get("positions")
     return int(max(seen)) if seen else int(has) if isinstance(has, (int, float)) and has > 0 else None
 
 
-def width_law(series: Series, where: Where, limits: Thresholds) -> tuple[float, float, float, float] | None:
-    """d log(width) / d log(visible keys) over inputs of several lengths, the growth of the width, and the lengths."""
-    by_length: dict[int, list[dict[str, float]]] = {}
+def _by_length(series: Series, where: Where, kept: Callable[[dict[str, float]], bool]) -> dict[int, Any]:
+    """length -> a function that gives the median of a column over the rows of that length, in order of length."""
+    found: dict[int, list[dict[str, float]]] = {}
     for row in series.heads[where]:
-        if row["rows"] > 0 and row["effective_width"] > 0 and row["length"] > 0:
-            by_length.setdefault(int(row["length"]), []).append(row)
-    lengths = sorted(by_length)
+        if row["rows"] > 0 and kept(row):
+            found.setdefault(int(row["length"]), []).append(row)
+    return {n: lambda name, rows=rows: median([r[name] for r in rows]) for n, rows in sorted(found.items())}
+
+
+def width_law(series: Series, where: Where, limits: Thresholds) -> tuple[float, float, int, int] | None:
+    """d log(width) / d log(visible keys) over inputs of several lengths, the growth of the width, and the lengths."""
+    middle = _by_length(series, where, lambda row: row["effective_width"] > 0 and row["length"] > 0)
+    lengths = list(middle)
     if len(lengths) < 2 or lengths[-1] / lengths[0] < limits.dilution_span:
         return None
-    kept = lengths[:: max(1, len(lengths) // 48)]  # pairwise slopes: a few dozen lengths are enough
-    width = [median([r["effective_width"] for r in by_length[n]]) for n in kept]
-    visible = [median([r["visible"] for r in by_length[n]]) for n in kept]
-    if median([r["normalized_entropy"] for r in by_length[lengths[0]]]) > limits.uniform:
+    if middle[lengths[0]]("normalized_entropy") > limits.uniform:
         return None  # an average over all keys at any length: that is HEAD_UNIFORM
+    kept = lengths[:: max(1, len(lengths) // 48)]  # pairwise slopes: a few dozen lengths are enough
+    width, visible = ([middle[n](name) for n in kept] for name in ("effective_width", "visible"))
     value = slope([math.log(v) for v in visible], [math.log(w) for w in width])
     return value, width[-1] / width[0], lengths[0], lengths[-1]
 
 
-def dilution(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    def test(where: Where) -> tuple[float, float, float, float] | None:
-        found = width_law(series, where, limits)
-        return found if found is not None and found[0] > limits.dilution_slope else None
-
-    layers = list(series.by_layer(test))
-    hits = [hit for _, layer_hits in layers for hit in layer_hits]
-    if not hits:
-        return
-    share, trained = len(hits) / len(series.heads), trained_length(record)
-    where, (value, ratio, short, long) = sorted(hits, key=lambda h: h[1][0])[len(hits) // 2]  # a typical one
-    beyond = trained is not None and long > trained
-    yield Finding(
-        "warning" if beyond and share > 0.5 else "info",
-        "LENGTH_DILUTION",
-        f"{len(hits)} of {len(series.heads)} heads in {len(layers)} layer{'s' if len(layers) > 1 else ''}",
-        f"effective width grows {ratio:.1f} times between {short} and {long} keys (exponent {value:.2f} in layer "
-        f"{where[0]} head {where[1]})" + (f"; trained at up to {trained}" if trained is not None else ""),
-        "Beyond the length it was trained at the model spreads over proportionally more keys: what it picked out there "
-        "may fade."
-        if beyond
-        else "Longer inputs are read with a wider attention. Within the lengths a model was trained at that is how it "
-        "learned to read them.",
-        _policy_advice(record),
-        "high" if share > 0.5 else "medium",
-        f"exponent > {limits.dilution_slope:g}",
-        _heads(hits),
-        _picture(series, where, "effective_width"),
-    )
+def critical_law(series: Series, where: Where) -> list[tuple[int, float, float, float]]:
+    """(length, critical scale in units of the present one, present scale, rivals) of a head by length, if measured."""
+    middle = _by_length(series, where, lambda row: not math.isnan(row["critical"]))
+    return [(n, at("critical"), at("scale"), at("rivals")) for n, at in middle.items()]
 
 
-def critical_law(series: Series, where: Where) -> list[tuple[int, float, float]]:
-    """(length, critical scale in units of the present one, present scale) of a head, by length; if it was measured."""
-    by_length: dict[int, list[dict[str, float]]] = {}
-    for row in series.heads[where]:
-        if not math.isnan(row["critical"]) and row["rows"] > 0:
-            by_length.setdefault(int(row["length"]), []).append(row)
-    return [
-        (n, median([r["critical"] for r in rows]), median([r["scale"] for r in rows]))
-        for n, rows in sorted(by_length.items())
-    ]
-
-
-def below_critical(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Whether scales suffice for the length that was read, and how both grow with it."""
-    laws = {where: law for where in sorted(series.heads) if (law := critical_law(series, where))}
-    if not laws:
-        return
-    longest = max(law[-1][0] for law in laws.values())
-    long = {where: law for where, law in laws.items() if law[-1][0] == longest}
-    below = [(where, law) for where, law in long.items() if law[-1][1] > 1]
-    shown = sorted(below or list(long.items()), key=lambda hit: hit[1][-1][1])
-    where, law = shown[len(shown) // 2]  # a typical one
-    yield Finding(
-        "info",
-        "LENGTH_DILUTION",
-        f"{len(below)} of {len(long)} heads",
-        f"the scale is {'below' if below else 'above'} its critical value at {longest} keys: {1 / law[-1][1]:.2f} of "
-        f"it in layer {where[0]} head {where[1]}{_growths(law, limits)}",
-        "Below its critical scale a row's best key is outweighed by those that compete with it: it averages over more "
-        "keys the more there are."
-        if below
-        else "Above its critical scale a row keeps its mass on a few keys, however many there are.",
-        "",
-        "medium",
-        "scale < critical scale",
-        tuple(w for w, _ in below),
-        tuple(c for _, c, _ in law if math.isfinite(c))[:48],
-    )
-
-
-def _growths(law: list[tuple[int, float, float]], limits: Thresholds) -> str:
-    """How the critical scale and the scale grow from the shortest to the longest input."""
-    (short, first, before), (long, second, after) = law[0], law[-1]
+def _growths(law: list[tuple[int, float, float, float]], limits: Thresholds) -> str:
+    """How the critical scale, the scale and the rivals grow from the shortest to the longest input."""
+    (short, first, before, few), (long, second, after, many) = law[0], law[-1]
     if long < limits.dilution_span * short or not all(0 < x < math.inf for x in (first, second)):
         return ""
     grown = after / before if before > 0 and math.isfinite(after) else 1.0
@@ -353,7 +450,11 @@ def _growths(law: list[tuple[int, float, float]], limits: Thresholds) -> str:
     between = f"; from {short} to {long} keys the critical scale grows {ratio:.2f} times"
     if min(short, long) > 2 and ratio > 0:
         between += f" (as log n to the {math.log(ratio) / math.log(math.log(long) / math.log(short)):.2f})"
-    return f"{between} and the scale {grown:.2f} times"
+    between += f" and the scale {grown:.2f} times"
+    if 0 < few < math.inf and 0 < many < math.inf:  # a record of before has none
+        power = math.log(many / few) / math.log(long / short)
+        between += f"; keys within a nat of the best: {few:.1f} and {many:.1f} (as n to the {power:.2f})"
+    return between
 
 
 def _policy_advice(record: Record) -> str:
@@ -385,57 +486,19 @@ def likeness(series: Series, where: Where, limits: Thresholds) -> float:
     return math.nan if idle or parked else series.late(where, "twin_similarity")
 
 
-def duplicates(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    for layer, hits, where, value in _above(series, limits.duplicate, lambda where: likeness(series, where, limits)):
-        if len(hits) < 2:
-            continue
-        twin = _whole(series.late(where, "twin"))
-        yield Finding(
-            "warning",
-            "DUPLICATE_HEADS",
-            _place(layer, hits),
-            f"heads {where[1]} and {twin} attend alike (correlation {value:.4f})",
-            "Two heads compute one distribution; the second adds no selection.",
-            "prune one of them, or check the initialisation (tied or copied heads).",
-            "medium",
-            f"correlation > {limits.duplicate:g}",
-            _heads(hits),
-            _picture(series, where, "twin_similarity"),
-        )
-
-
-def nonfinite(record: Record, series: Series, limits: Thresholds) -> Iterator[Finding]:
-    def test(where: Where) -> float | None:
-        count = sum(r["nonfinite"] for r in series.heads[where] if math.isfinite(r["nonfinite"]))
-        return count if count > 0 else None
-
-    for layer, hits in series.by_layer(test):
-        total = int(sum(v for _, v in hits))
-        yield Finding(
-            "error",
-            "NONFINITE",
-            _place(layer, hits),
-            f"{total} rows with NaN or infinite scores",
-            "Their output is NaN or undefined"
-            + ("." if series.frozen else ", and the gradients of the batch with it."),
-            f"look at what this layer is given at the first bad {record.unit}; half precision overflows above 65504.",
-            "high",
-            "any",
-            _heads(hits),
-            tuple(r["nonfinite"] for r in series.heads[hits[0][0]])[:48],
-        )
-    wrong = record.coverage.get("impossible") or ()
-    if wrong:
-        yield Finding(
-            "error",
-            "NONFINITE",
-            "partita itself",
-            f"{len(wrong)} numbers that cannot be, first {wrong[0]}",
-            "A fault of partita, not of the model. They are left out of tables and pages.",
-            "report the model's kind of attention and this line as an issue of partita.",
-            "high",
-            "any",
-        )
-
-
-RULES: tuple[Rule, ...] = (collapsed, uniform, sinks, growth, drop, dilution, below_critical, duplicates, nonfinite)
+def _contrast(rows: list[dict[str, Any]], limits: Thresholds, frozen: bool) -> Iterator[tuple[str, str, str, str]]:
+    """Severity, code, evidence and shown column for the rows of one contrastive loss."""
+    late = {name: median(last(_finite(rows, name))) for name in LOSS_COLUMNS}
+    norms = [late[k] for k in ("norm_query", "norm_key") if not math.isnan(late[k])]
+    if any(abs(n - 1) > limits.norm_tolerance for n in norms):
+        yield "warning", "NOT_NORMALISED", f"vectors have norm {', '.join(f'{n:.2f}' for n in norms)}", "norm_query"
+    others, negatives = late["candidates"] - 1, late["effective_negatives"]
+    if others + 1 >= limits.negatives_least and negatives < limits.negatives * others:
+        evidence = f"{negatives:.1f} of {others:.0f} negatives carry the gradient"
+        yield "warning", "EFFECTIVE_NEGATIVES_LOW", evidence, "effective_negatives"
+    bound, cap = late["bound"], late["cap"]
+    if cap > 0 and bound > limits.saturation * cap:
+        evidence = f"mutual-information bound {bound:.2f} of at most log N = {cap:.2f} nats"
+        yield "info" if frozen else "warning", "MI_SATURATED", evidence, "bound"  # if frozen, nothing learns from it
+    if abs(late["scale"] - limits.scale_cap) <= 0.01 * limits.scale_cap:  # beyond it the scale is not clamped
+        yield "warning", "SCALE_AT_CAP", f"scale {late['scale']:.1f} at its cap {limits.scale_cap:g}", "scale"

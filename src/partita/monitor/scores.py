@@ -1,10 +1,10 @@
-"""The scores of one softmax, in canonical form and not written out: what is measured asks a Gibbs made of them."""
+"""The scores of one softmax, in canonical form and not materialised: what is measured is read from a Gibbs of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,17 @@ from torch import Tensor
 
 from partita import Gibbs, support
 from partita.attn.problem import Problem
+from partita.engine.callable_score import compared
 from partita.score import InnerProduct
 from partita.support import Support
 
 # the arguments of attention that its scores depend on
 _OF_SCORES = ("attn_mask", "is_causal", "scale", "enable_gqa", "support", "bias", "softcap", "score")
 WHOLE = 1 << 26  # cells of a support or of a position bias that may be written out for a close look
+
+
+class NoCloseLook(ValueError):
+    """A call whose rows cannot be read, and why: the text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -34,29 +39,19 @@ class Scores:
     scores: Tensor | None = None  # (batch, heads, n_query, n_key)
     keep: Tensor | None = None  # (batch, n_query): real queries
 
-    @property
-    def first(self) -> Tensor:
+    first: Tensor = field(init=False, repr=False)  # has the batch, the heads, the device and the dtype of the call
+    batch: int = field(init=False)
+    heads: int = field(init=False)
+    n_query: int = field(init=False)
+    n_key: int = field(init=False)
+
+    def __post_init__(self) -> None:
         first = self.query if self.scores is None else self.scores
         assert first is not None
-        return first
-
-    @property
-    def batch(self) -> int:
-        return self.first.shape[0]
-
-    @property
-    def heads(self) -> int:
-        return self.first.shape[1]
-
-    @property
-    def n_query(self) -> int:
-        return self.first.shape[2]
-
-    @property
-    def n_key(self) -> int:
-        last = self.key if self.scores is None else self.scores.mT
-        assert last is not None
-        return last.shape[2]
+        n_key = first.shape[-1] if self.key is None else self.key.shape[2]
+        sizes = {"batch": first.shape[0], "heads": first.shape[1], "n_query": first.shape[2], "n_key": n_key}
+        for name, value in {"first": first, **sizes}.items():
+            object.__setattr__(self, name, value)  # torch.compile traces this, and supports no other way to set a field
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -100,7 +95,7 @@ class Scores:
         if self.support is None:
             return None
         if self.n_query * self.n_key > WHOLE:
-            raise ValueError(f"a support of {self.n_query} x {self.n_key} keys is too large for a close look")
+            raise NoCloseLook(f"a support of {self.n_query} x {self.n_key} keys is too large for a close look")
         return self.support.dense(self.n_query, self.n_key, (self.batch, self.heads), self.first.device)
 
     def head(self, index: int) -> Scores:
@@ -141,9 +136,6 @@ class Scores:
         assert self.support is None
         assert not self.causal
 
-        def again(t: Tensor | None) -> Tensor | None:
-            return t if t is None or t.shape[2] == 1 else t.repeat(1, 1, len(factors), 1)
-
         keep = None if self.keep is None else self.keep.repeat(1, len(factors))
         if self.scores is not None:
             s = added(self.scores)
@@ -151,37 +143,26 @@ class Scores:
         wide = torch.promote_types(self.first.dtype, torch.float32)
         given = torch.as_tensor(self.scale, dtype=torch.float64, device=self.first.device).expand(self.shape)
         scale = torch.cat([given * f for f in factors], 2).to(wide)
-        return replace(self, query=again(self.query), scale=scale, mask=again(self.mask), keep=keep)
+        query, mask = self.first.repeat(1, 1, len(factors), 1), self.mask
+        if mask is not None and mask.shape[2] > 1:  # a mask of one row is broadcast; a query is one row of its own
+            mask = mask.repeat(1, 1, len(factors), 1)
+        return replace(self, query=query, scale=scale, mask=mask, keep=keep)
 
-    def plain(self) -> tuple[Tensor, Tensor, float] | None:
-        """Query, key and scale, where nothing else matters but whether it is causal."""
+    def plain(self) -> tuple[Tensor, Tensor, float, bool] | None:
+        """Query, key, scale and whether it is causal, where nothing else matters."""
         if self.query is None or self.key is None or self.mask is not None or self.support is not None or self.softcap:
             return None
-        return (self.query, self.key, float(self.scale)) if isinstance(self.scale, (int, float)) else None
+        return (self.query, self.key, self.scale, self.causal) if isinstance(self.scale, (int, float)) else None
 
     def first_key(self, log_partition: Tensor) -> Tensor:  # (batch, heads, n_query)
         """Mass on key 0: exp(score_i0 - log Z_i), 0 where it is not visible."""
         if self.n_key == 0:
             return torch.zeros_like(log_partition)
-        if self.scores is not None:
-            score = self.scores[..., 0]
-            mass = (score.to(log_partition.dtype) - log_partition).exp()
-            return torch.where(score <= invisible(score.dtype), 0.0, mass)
-        if self.support is not None:  # who sees key 0 is the support's affair
+        if self.support is not None:  # the support decides which rows see key 0
             return (-self.gibbs().nll(torch.zeros(self.shape, dtype=torch.long, device=self.first.device))).exp()
-        assert self.query is not None
-        assert self.key is not None
-        head = self.key[:, :, 0, :].repeat_interleave(self.heads // self.key.shape[1], 1)
-        score = (self.query.to(log_partition.dtype) @ head.to(log_partition.dtype)[..., None])[..., 0] * self.scale
-        if self.softcap:
-            score = self.softcap * torch.tanh(score / self.softcap)
-        if self.mask is None:
-            return (score - log_partition).exp()
-        column = self.mask[..., 0]
-        if column.dtype == torch.bool:
-            return torch.where(column, (score - log_partition).exp(), 0.0)
-        mass = (score + column.to(score.dtype) - log_partition).exp()
-        return torch.where(column <= invisible(column.dtype), 0.0, mass)
+        mask, scores = (None if t is None else t[..., :1] for t in (self.mask, self.scores))
+        alone = replace(self, key=None if self.key is None else self.key[:, :, :1], mask=mask, scores=scores)
+        return (alone.gibbs().log_partition().expand(self.shape) - log_partition).exp()  # of one key: its score
 
 
 def raised(t: Tensor) -> Tensor:
@@ -210,53 +191,47 @@ def sdpa_scores(
     query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: Any, softcap: float | None = None
 ) -> Scores:
     """Any shape SDPA takes, as (batch, heads, n, dim)."""
-    query, key = query.detach(), key.detach()
-    mask = None if mask is None else mask.detach()
-    rank = query.dim()
-    if isinstance(scale, Tensor):
-        scale = scale.detach()
-        while scale.dim() < rank - 1:
-            scale = scale[None]
-    if rank == 2:
-        query, key = query[None, None], key[None, None]
-        scale = scale[None, None] if isinstance(scale, Tensor) else scale
-    elif rank == 3:
-        query, key = query[:, None], key[:, None]
-        mask = mask[:, None] if mask is not None and mask.dim() == 3 else mask
-        scale = scale[:, None] if isinstance(scale, Tensor) else scale
-    elif rank > 4:
-        lead = query.shape[:-3]
-        if mask is not None and mask.dim() > 3:
-            mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, rank - 4)
-        if isinstance(scale, Tensor):
-            scale = scale.expand(*lead, *scale.shape[-2:]).flatten(0, rank - 4)
-        query, key = query.flatten(0, rank - 4), key.flatten(0, rank - 4)
-    while mask is not None and mask.dim() < 4:
-        mask = mask[None]
+    rank, lead = query.dim(), query.shape[:-3]
+
+    def shaped(t: Tensor, inner: int) -> Tensor:
+        """(batch, heads) before the `inner` last dimensions."""
+        t = t.detach()
+        while t.dim() < inner:
+            t = t[None]
+        if rank < 4:
+            t = t.unsqueeze(-inner - 1)
+        elif rank > 4 and t.dim() > inner + 1:
+            t = t.expand(*lead, *t.shape[-inner - 1 :]).flatten(0, rank - 4)
+        while t.dim() < inner + 2:
+            t = t[None]
+        return t
+
+    query, key, mask = shaped(query, 2), shaped(key, 2), None if mask is None else shaped(mask, 2)
+    scale = shaped(scale, 1) if isinstance(scale, Tensor) else scale
     return Scores(query, key, scale, mask, causal, None, softcap)
 
 
 def partita_scores(call: dict[str, Any]) -> Scores:
-    """A call of partita.attention: its own reading of its arguments, its policy asked with all that it can see."""
+    """A call of partita.attention: its own reading of its arguments, its policy called with all that it can see."""
     query, key = call["query"], call["key"]
     options: Any = {name: call[name] for name in _OF_SCORES if name in call}
     causal = bool(options.get("is_causal", False))
     problem = Problem.of(query.detach(), key.detach(), **options)
     scale = problem.resolved().scale
     if isinstance(problem.score, InnerProduct):
-        query, key = problem.score.features(query.detach(), key.detach())
+        query, key = compared(problem.score, query.detach(), key.detach())
     elif problem.score is not None:
-        raise ValueError("a score that is a function of its own takes no close look")
+        raise NoCloseLook("a score given by a callable takes no close look")
     n_query, n_key, lead = query.shape[-2], key.shape[-2], query.shape[:-2]
     mask, seen = problem.bias, options.get("support")
     if problem.rule is not None:
         if math.prod(lead) * n_query * n_key > WHOLE:
-            raise ValueError(f"a position bias of {n_query} x {n_key} is too large for a close look")
+            raise NoCloseLook(f"a position bias of {n_query} x {n_key} is too large for a close look")
         rule = problem.rule.dense(n_query, n_key, query.detach())
         mask = rule if mask is None else mask + rule
     shown = options.get("attn_mask")
     mask = hide(mask, shown if shown is not None and shown.dtype == torch.bool else None)
-    if seen is not None and query.dim() != 4:  # it speaks of batch dimensions that change here
+    if seen is not None and query.dim() != 4:  # its batch dimensions change here
         mask, seen = hide(mask, seen.dense(n_query, n_key, lead, query.device)), None
     read = sdpa_scores(query, key, mask, causal, scale, problem.softcap)
     return replace(read, support=seen)

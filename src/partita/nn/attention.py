@@ -10,20 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
 from partita import support as supports
+from partita._checks import check_bool, check_float, check_positive, check_whole, has_values, shape_text
 from partita.attn import Bias, Positions, Rotary, attention, entropy_penalty
 from partita.attn.entropy import check_entropy_weight, weighs
 from partita.attn.problem import Options, Problem, both
 from partita.attn.rotary_attention import rotary_attention, rotary_weights
 from partita.engine import Stats
-from partita.errors import ShapeError, ValueRangeError
+from partita.engine.callable_score import Pairs
+from partita.engine.state import sink_share
+from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.nn.controller import TemperatureController
-from partita.nn.masks import hidden_and_added, kept
+from partita.precision import autocasts
 from partita.scale import CalibratedLog, KappaLog, Policy
+from partita.score import Score
 from partita.support import Support
 
-__all__ = ["EntropyInvariantAttention", "MultiheadAttention"]
+__all__ = ["EntropyInvariantAttention", "MultiheadAttention", "entropy_loss", "picked_up"]
 
 
 class MultiheadAttention(nn.Module):
@@ -33,13 +38,15 @@ class MultiheadAttention(nn.Module):
 
     scale: how sharp, a number or a policy of `partita.scale`; a policy counts the keys a row may *see*.
     kv_heads: fewer heads for keys and values than for queries.
-    rotary: turn queries and keys by their position: True, the base of the frequencies, or a setting such as
+    rotary: rotate queries and keys by their position: True, the base of the frequencies, or a setting such as
         `attn.YaRN(4.0, 512)` or `attn.Clipped(511)`.
     qk_norm: root-mean-square norm of queries and keys, one gain per head dimension.
-    sink: a learned score per head that takes part of the mass (starts at 0).
-    attention_entropy_weight: while training, `entropy_loss` of the module is -weight * mean(H / log n), which
-        `partita.nn.entropy_loss(model)` picks up for the loss; above 0 keeps attention broad, below 0 sharpens it. One
-        number, or one per head.
+    sink: a learned score per head that takes part of the mass (initially 0).
+    score: replaces <query, key> of a head, as for `partita.attention`; `scale` None then means 1. A module's parameters
+        are this one's, and the same for all heads.
+    attention_entropy_weight: in training the module's penalty is -weight * mean(H / log n), which
+        `partita.nn.entropy_loss(model)` adds up; above 0 keeps attention broad, below 0 sharpens it. One number, or one
+        per head.
 
     Masks are torch's: True hides. A row that sees nothing gives 0 before the output projection, never nan.
 
@@ -68,22 +75,31 @@ class MultiheadAttention(nn.Module):
         rotary: bool | float | Positions = False,
         qk_norm: bool = False,
         sink: bool = False,
+        score: Score | None = None,
         attention_entropy_weight: float | Sequence[float] | Tensor = 0.0,
     ):
         super().__init__()
         check_entropy_weight(attention_entropy_weight, num_heads)
         self.attention_entropy_weight = attention_entropy_weight
         self.entropy_loss: Tensor | None = None  # of the last forward, while training
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_heads": kv_heads, "kdim": kdim, "vdim": vdim}
+        for name, size in sizes.items():
+            if size is not None or name in ("embed_dim", "num_heads"):
+                check_whole(name, size, least=1)
+        if embed_dim % num_heads:
             raise ShapeError(f"embed_dim must be a multiple of num_heads; got {embed_dim} and {num_heads}.")
         self.kv_heads = num_heads if kv_heads is None else kv_heads
-        if self.kv_heads < 1 or num_heads % self.kv_heads:
+        if num_heads % self.kv_heads:
             raise ShapeError(f"num_heads must be a multiple of kv_heads; got {num_heads} and {kv_heads}.")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
-        self.scale = scale
+        if score is not None:
+            Pairs.of(score)
+        self.scale, self.score = scale, score
+        if not isinstance(rotary, (Positions, bool)):
+            check_positive("rotary", rotary, zero=True)
         self.rotary = rotary if isinstance(rotary, Positions) else 10000.0 if rotary is True else float(rotary)
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         small = self.kv_heads * self.head_dim
@@ -151,17 +167,35 @@ class MultiheadAttention(nn.Module):
 
     @property
     def positions(self) -> Positions | None:
-        """How queries and keys turn; `rotary` may be changed after training, to read further."""
+        """How queries and keys are rotated; `rotary` may be changed after training, for longer inputs."""
         if isinstance(self.rotary, Positions):
             return self.rotary
         return Rotary(base=self.rotary) if self.rotary else None
 
     @property
     def _clipped(self) -> Positions | None:
-        """A setting that turning queries and keys beforehand cannot serve."""
+        """A setting that rotating queries and keys beforehand cannot serve."""
         return None if self.positions is None or self.positions.furthest is None else self.positions
 
     # ---- forward ---------------------------------------------------------------------------------------------------
+
+    def _check(self, *inputs: Tensor) -> None:
+        """Three tensors with or without a batch, of the features that the projections take."""
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        assert weight is not None
+        sizes = (self.embed_dim, self.kdim, self.vdim)
+        for name, given, size in zip(("query", "key", "value"), inputs, sizes, strict=True):
+            if not isinstance(given, Tensor) or not given.is_floating_point():
+                check_float(name, given)
+            if given.dim() not in (2, 3) or given.dim() != inputs[0].dim() or given.shape[-1] != size:
+                raise ShapeError(
+                    f"{name} must be (..., n, {size}), all three with a batch dimension or all without; "
+                    f"got {shape_text(given)}, query {shape_text(inputs[0])}."
+                )
+            if given.dtype != weight.dtype and not autocasts(given.device.type):
+                raise DtypeError(
+                    f"{name} must have the dtype of the weights, {weight.dtype}; got {given.dtype}. Convert with .to()."
+                )
 
     def forward(
         self,
@@ -182,15 +216,17 @@ class MultiheadAttention(nn.Module):
 
         is_causal hides the future, also without an attn_mask. support and attn_bias are those of `partita.attention`.
         """
+        self._check(query, key, value)
         batched = query.dim() == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+            if isinstance(key_padding_mask, Tensor):
+                key_padding_mask = key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         n_query, n_key, batch = query.shape[1], key.shape[1], query.shape[0]
         q, k, v = self.project(query, key, value)
-        hidden, added = hidden_and_added(
+        hidden, added = _hidden_and_added(
             attn_mask, key_padding_mask, (batch, self.num_heads, n_query, n_key), k.shape[2]
         )
         if hidden is not None:
@@ -200,18 +236,26 @@ class MultiheadAttention(nn.Module):
                 attn_bias = attn_bias.dense(n_query, k.shape[2], q)
             attn_bias = added if attn_bias is None else added + attn_bias
         grouped = self.kv_heads != self.num_heads
-        options: Options = {"scale": self.scale, "enable_gqa": grouped, "support": support, "bias": attn_bias}
-        options["is_causal"] = is_causal
+        options: Options = {
+            "scale": self.scale, "enable_gqa": grouped, "support": support, "bias": attn_bias, "is_causal": is_causal,
+            "score": self.score,
+        }  # fmt: skip
         dropout = self.dropout if self.training else 0.0
+        steered = self.scale if self.training and isinstance(self.scale, TemperatureController) else None
+        penalised = self.training and weighs(self.attention_entropy_weight)
+        counted = return_stats or steered is not None or penalised or (need_weights and self.sink is not None)
+        found: Any
+        stats: Any = None
         if self._clipped is None:
-            heads, stats = attention(q, k, v, dropout_p=dropout, sink=self.sink, return_stats=True, **options)
+            found = attention(q, k, v, dropout_p=dropout, sink=self.sink, return_stats=counted, **options)
         elif dropout > 0:
             raise ValueRangeError("clipped distances take no dropout; set dropout=0 or call eval() first.")
         else:
-            heads, stats = rotary_attention(q, k, v, self._clipped, sink=self.sink, return_stats=True, **options)
-        if self.training and isinstance(self.scale, TemperatureController):
-            self.scale.observe(stats)
-        if self.training and weighs(self.attention_entropy_weight):
+            found = rotary_attention(q, k, v, self._clipped, sink=self.sink, return_stats=counted, **options)
+        heads, stats = found if counted else (found, None)
+        if steered is not None:
+            steered.observe(stats)
+        if penalised:
             self.entropy_loss = entropy_penalty(stats, self.attention_entropy_weight)
         out = self.out_proj(heads.transpose(1, 2).flatten(2))
         second: Any = None
@@ -224,18 +268,18 @@ class MultiheadAttention(nn.Module):
             return out[0], second
         return (out if self.batch_first else out.transpose(0, 1)), second
 
-    def _weights(self, q: Tensor, k: Tensor, options: Options, stats: Stats, average: bool) -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor, options: Options, stats: Stats | None, average: bool) -> Tensor:
         if self._clipped is None:
             weights = Problem.of(q, k, **options).gibbs().probs()  # writes out a rule
         else:
             weights = rotary_weights(q, k, self._clipped, **options)
-        if self.sink is not None:
-            share = torch.sigmoid(stats.log_partition - self.sink.to(stats.log_partition)[:, None])
+        if self.sink is not None and stats is not None:
+            share = 1 - sink_share(self.sink.to(stats.log_partition)[:, None], stats.log_partition)
             weights = weights * share[..., None].to(weights.dtype)
         return weights.mean(1) if average else weights
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or a pickle, has no last forward."""
+        """Without the penalty of the last forward."""
         return {**self.__dict__, "entropy_loss": None}
 
     def extra_repr(self) -> str:
@@ -246,29 +290,54 @@ class MultiheadAttention(nn.Module):
 
 
 class EntropyInvariantAttention(MultiheadAttention):
-    """The module of the notes, done right: scale = kappa * log(n) / head_dim, n the keys each row may see.
+    """The module of the notes, corrected: scale = kappa * log(n) / head_dim, n the keys each row may see.
 
-    Key length in cross attention (M-SCL-6), visible length under masks (M-SCL-5), zeros for a row that sees nothing
-    (M-ATT-6), no n x n weights unless asked for. With kappa = 1 the scale hardly acts: `calibrated` chooses it from
-    the standard deviation of the scores (M-SCL-16). Weights are returned when asked for, and the notes' mask, which
-    shows where it is 1, is `keep_mask`.
+    n is the key length in cross attention (M-SCL-6) and the visible length under masks (M-SCL-5); a row without keys
+    gives 0 (M-ATT-6). With kappa = 1 the scale has hardly any effect: `calibrated` chooses kappa from the standard
+    deviation of the scores (M-SCL-16). The notes' arguments, call and state dict (W_Q, W_K, W_V, W_O) are understood;
+    their mask is `keep_mask`, their d_model is `embed_dim`.
 
-    >>> layer = EntropyInvariantAttention(8, 2, kappa=2.0)
-    >>> layer(torch.zeros(1, 5, 8))[0].shape
-    torch.Size([1, 5, 8])
+    >>> attn = EntropyInvariantAttention(8, 2, kappa=1.0)
+    >>> X = torch.zeros(1, 5, 8)
+    >>> output, weights = attn(X, X, X)  # as the notes print it; attn(X) makes no weights
+    >>> output.shape, weights.shape
+    (torch.Size([1, 5, 8]), torch.Size([1, 2, 5, 5]))
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, kappa: float = 1.0, batch_first: bool = True, **options: Any):
+    def __init__(
+        self,
+        embed_dim: int | None = None,
+        num_heads: int | None = None,
+        kappa: float = 1.0,
+        *,
+        d_model: int | None = None,
+        batch_first: bool = True,
+        **options: Any,
+    ):
         if "scale" in options:
             raise ValueRangeError("EntropyInvariantAttention has its own scale; use MultiheadAttention(scale=...).")
-        super().__init__(embed_dim, num_heads, batch_first=batch_first, scale=KappaLog(kappa), **options)
+        if (embed_dim is None) == (d_model is None):
+            raise ValueRangeError(f"give embed_dim or d_model, which are the same; got {embed_dim} and {d_model}.")
+        size: Any = d_model if embed_dim is None else embed_dim
+        heads: Any = num_heads
+        super().__init__(size, heads, batch_first=batch_first, scale=KappaLog(kappa), **options)
         self.kappa = kappa
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """torch's names, or those of the notes: W_Q, W_K, W_V and W_O, linear maps one by one."""
+        for part in ("weight", "bias"):
+            theirs = [f"{prefix}W_{letter}.{part}" for letter in "QKVO"]
+            if all(name in state_dict for name in theirs):
+                *inner, outer = (state_dict.pop(name) for name in theirs)
+                state_dict[f"{prefix}in_proj_{part}"] = torch.cat(inner)
+                state_dict[f"{prefix}out_proj.{part}"] = outer
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def calibrated(self, reference: float, sigma: float, growth: float = 1.0) -> EntropyInvariantAttention:
         """This module with kappa = head_dim sqrt(growth) / (sigma sqrt(log reference)): entropy stationary there.
 
         sigma: standard deviation of the raw scores <query, key> of a row, as `partita.scale.measure_sigma` finds it.
-        growth: of a position bias alone, as `partita.theory.sharpness.bias_growth` finds it; 1 without one.
+        growth: of a position bias alone, as `partita_theory.sharpness.bias_growth` finds it; 1 without one.
         """
         self.kappa = float(CalibratedLog(reference, sigma, growth).kappa(self.head_dim))
         self.scale = KappaLog(self.kappa)
@@ -283,40 +352,41 @@ class EntropyInvariantAttention(MultiheadAttention):
         keep_mask: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """As MultiheadAttention, after value in torch's order; key defaults to query, value to key, weights to None.
+        """As MultiheadAttention, after value in torch's order; key defaults to query, value to key.
 
-        need_weights=True, average_attn_weights=False gives the weights of every head, (batch, heads, n_query, n_key).
+        The weights: those of every head, (batch, heads, n_query, n_key), of a call with key and value as in the notes;
+        None of a call with the query alone. `need_weights` and `average_attn_weights` choose, and are then torch's.
 
-        Masks speak two languages. Torch's `key_padding_mask` and `attn_mask` hide where they are True; the notes' mask
-        shows where it is not 0, and is called `keep_mask` here: (n_query, n_key), also with (batch,) or
-        (batch, heads or 1) in front, boolean or of zeros and ones. A mask that could be either is refused.
+        keep_mask: shows where it is not 0, while torch's `key_padding_mask` and `attn_mask` hide where they are True:
+            (n_query, n_key), also with (batch,) or (batch, heads or 1) in front, boolean or of zeros and ones. A
+            positional mask that could be either is refused.
         """
+        as_printed = key is not None and value is not None
         key = query if key is None else key
         value = key if value is None else value
         named = dict(zip(_TORCHS, torchs, strict=False))
         if named.keys() & options.keys() or len(torchs) > len(_TORCHS):
             raise ValueRangeError(f"too many arguments: after value come {', '.join(_TORCHS)}, each once.")
         if options.pop("mask", None) is not None:
-            raise ValueRangeError(f"mask= does not say what it means. {_LANGUAGES}")
-        batch, n_query, n_key = self._sizes(query, key)
+            raise ValueRangeError(f"mask= is ambiguous. {_LANGUAGES}")
+        self._check(query, key, value)
+        rows, first = (1, 0) if self.batch_first else (0, 1)
+        batch, n_query, n_key = 1, query.shape[0], key.shape[0]
+        if query.dim() == 3:
+            batch, n_query, n_key = query.shape[first], query.shape[rows], key.shape[rows]
         pad = named.get("key_padding_mask")
-        if pad is not None and (tuple(pad.shape) != (batch, n_key) or batch == n_query):
+        if isinstance(pad, Tensor) and (tuple(pad.shape) != (batch, n_key) or batch == n_query):
             raise ValueRangeError(f"a mask {tuple(pad.shape)} as the fourth argument could be either. {_LANGUAGES}")
-        named = {"need_weights": False, **named, **options}
+        named = {**named, **options}
+        if "need_weights" not in named:
+            named["need_weights"] = as_printed and not named.get("return_stats", False)
+            named.setdefault("average_attn_weights", False)
         if keep_mask is not None:
-            hidden = ~kept(keep_mask, n_query, n_key)
+            hidden = ~_kept(keep_mask, n_query, n_key)
             if named.get("attn_mask") is not None:
                 raise ValueRangeError("give keep_mask or attn_mask, not both: join them with & of what they show.")
             named["attn_mask"] = hidden
         return super().forward(query, key, value, **named)
-
-    def _sizes(self, query: Tensor, key: Tensor) -> tuple[int, int, int]:
-        """Batch, queries and keys; a batch of 1 for inputs without one."""
-        if query.dim() != 3:
-            return 1, query.shape[0], key.shape[0]
-        if self.batch_first:
-            return query.shape[0], query.shape[1], key.shape[1]
-        return query.shape[1], query.shape[0], key.shape[0]
 
 
 _TORCHS = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
@@ -324,3 +394,102 @@ _LANGUAGES = (
     "Name it: keep_mask= shows where it is not 0 (n_query, n_key), attn_mask= hides where it is True (n_query, n_key), "
     "key_padding_mask= hides keys where it is True (batch, n_key)."
 )
+
+
+# ---- masks: torch's hide, the notes' show ----------------------------------------------------------------------------
+
+
+def _hidden_and_added(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    sizes: tuple[int, int, int, int],  # batch, heads, n_query, n_key
+    n_all: int,  # keys with those that add_bias_kv and add_zero_attn append
+) -> tuple[Tensor | None, Tensor | None]:
+    """What is hidden and what is added, (batch, heads, n_query, n_all) up to broadcasting."""
+    hidden: Tensor | None = None
+    added: Tensor | None = None
+    for mask, name in ((attn_mask, "attn_mask"), (key_padding_mask, "key_padding_mask")):
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor):
+            check_float(name, mask)
+        mask = nn.functional.pad(_with_heads(mask, name, sizes), (0, n_all - sizes[-1]))
+        if mask.dtype == torch.bool:
+            hidden = mask if hidden is None else hidden | mask
+        elif mask.is_floating_point():
+            added = mask if added is None else added + mask
+        else:
+            raise DtypeError(f"{name} must be boolean (True hides) or floating (added); got {mask.dtype}.")
+    return hidden, added
+
+
+def _with_heads(mask: Tensor, name: str, sizes: tuple[int, int, int, int]) -> Tensor:
+    batch, heads, n_query, n_key = sizes
+    if name == "key_padding_mask":
+        if mask.shape != (batch, n_key):
+            raise ShapeError(f"key_padding_mask must be (batch, n_key) = {(batch, n_key)}; got {tuple(mask.shape)}.")
+        return mask[:, None, None, :]
+    if mask.shape[-2:] == (n_query, n_key):
+        if mask.dim() == 2 or mask.dim() == 4:
+            return mask
+        if mask.dim() == 3 and mask.shape[0] == batch * heads:
+            return mask.view(batch, heads, n_query, n_key)
+        if mask.dim() == 3 and mask.shape[0] == batch:  # one per batch entry: it gains a head axis
+            return mask[:, None]
+    raise ShapeError(
+        f"attn_mask must be {(n_query, n_key)}, with {batch} or {batch * heads} in front; got {tuple(mask.shape)}."
+    )
+
+
+def _kept(mask: Tensor, n_query: int, n_key: int) -> Tensor:
+    """A keep-mask as booleans over (..., n_query, n_key)."""
+    if not isinstance(mask, Tensor):
+        check_bool("keep_mask", mask)
+    if mask.dtype != torch.bool:
+        if has_values(mask) and not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueRangeError("keep_mask must be boolean, or hold 0 and 1; numbers to be added are attn_mask=.")
+        mask = mask != 0
+    rows = tuple(mask.shape[-2:])
+    if mask.dim() < 2 or rows not in ((n_query, n_key), (1, n_key)):
+        raise ShapeError(
+            f"keep_mask must be {(n_query, n_key)}, also with batch and heads in front; got {tuple(mask.shape)}. "
+            f"Of keys alone it is mask[:, None, :]."
+        )
+    return mask.expand(*mask.shape[:-2], n_query, n_key)
+
+
+# ---- entropy in the loss ---------------------------------------------------------------------------------------------
+
+
+def entropy_loss(model: nn.Module) -> Tensor:
+    """The sum of the entropy penalties of a model's attention layers in its last forward; 0 without any.
+
+        loss = task + entropy_loss(model)          penalty of a layer = -mean_i weight_i H_i / log n_i        (M-INF-5)
+
+    Layers with an `attention_entropy_weight` (of `partita.nn`, or of `partita.hf.register`) store the penalty of their
+    last call in training; here the penalties are added up and removed, so that no graph outlives its step. Inside
+    `with partita.watch(model)` the sum is a row of `losses` in the record.
+
+    >>> layer = partita.nn.MultiheadAttention(8, 2, attention_entropy_weight=0.1)
+    >>> _ = layer(torch.zeros(5, 1, 8), torch.zeros(5, 1, 8), torch.zeros(5, 1, 8))
+    >>> entropy_loss(layer).item()  # equal scores are as broad as can be: -0.1 * 1
+    -0.1...
+    """
+    found = []
+    for module in model.modules():
+        penalty = module.__dict__.get("entropy_loss")
+        if isinstance(penalty, Tensor):
+            found.append(penalty)
+            module.__dict__["entropy_loss"] = None
+    if found:
+        return picked_up(torch.stack([x.to(found[0].device) for x in found]).sum())
+    first = next(model.parameters(), None)
+    return torch.zeros((), device=None if first is None else first.device)
+
+
+def picked_up(penalty: Tensor) -> Tensor:
+    """The penalty, passed through a TorchFunctionMode such as a watch's. A graph has no modes."""
+    if not torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled():
+        seen: Tensor = handle_torch_function(picked_up, (), penalty)
+        return seen
+    return penalty

@@ -1,9 +1,9 @@
-"""A closed loop around a layer's temperature, so that its entropy stays where it should.
+"""Feedback control of a layer's scale, which keeps its entropy at a target.
 
     log scale  <-  log scale + gain * (H - H_target) / Var[score]
 
-d H / d log(scale) = -Var[score], so this is Newton's step, damped: too much entropy makes the scale grow. The update
-printed in the notes, scale <- scale * H_target / H, has the opposite sign of feedback and runs away (M-SCL-10).
+d H / d log(scale) = -Var[score], so this is a damped Newton step. The update printed in the notes,
+scale <- scale * H_target / H, has the opposite sign and diverges (M-SCL-10).
 """
 
 from __future__ import annotations
@@ -13,24 +13,28 @@ import math
 import torch
 from torch import Tensor, nn
 
-from partita._checks import check_positive
+from partita._checks import check_positive, check_whole
 from partita.engine import Stats
 from partita.errors import ShapeError, ValueRangeError
 from partita.scale import Policy
+from partita.scale.policies import check_head_dim
 
 __all__ = ["TemperatureController"]
 
 
 class TemperatureController(nn.Module, Policy):
-    """A scale per head that is steered, not trained: `scale=` of a module, updated from the statistics it sees.
+    """A scale per head that is controlled, not trained: `scale=` of a module, updated from its statistics.
 
     Give one of: entropy (nats), fraction (of log n), each a number or a band (low, high) inside which nothing is done.
-    `observe(stats)` takes one step; MultiheadAttention, and Hugging Face models on partita's attention, do so after
-    each forward pass in training. In evaluation the scale stands still. It is a buffer: saved, loaded, no gradient.
+    `observe(stats)` takes one step; MultiheadAttention, and Hugging Face models on partita's attention, call it after
+    each forward pass in training. The scale is a buffer: saved, loaded, no gradient.
 
     >>> control = TemperatureController(1, entropy=0.5, gain=1.0)
     >>> control(4, 64)  # starts at 1 / sqrt(64)
-    tensor([[0.1250]])
+    tensor([[0.1250]], dtype=torch.float64)
+
+    gain, max_step: the share of Newton's step in log scale, and the largest step.
+    limits: (low, high) of the scale relative to 1 / sqrt(dim).
     """
 
     log_scale: Tensor  # (heads,), relative to 1/sqrt(dim)
@@ -48,33 +52,31 @@ class TemperatureController(nn.Module, Policy):
         super().__init__()
         if (entropy is None) == (fraction is None):
             raise ValueRangeError("give exactly one of entropy (nats) and fraction (of log n).")
-        check_positive("heads", heads)
-        given = entropy if fraction is None else fraction
-        ends = [float(end) for end in (given if isinstance(given, tuple) else (given, given))]  # type: ignore[arg-type]
-        for end in ends:
-            check_positive("the target", end, zero=True)
-        if len(ends) != 2 or ends[1] < ends[0]:
-            raise ValueRangeError(f"a band is (low, high); got {given!r}.")
+        check_whole("heads", heads, least=1)
+        name, given = ("entropy", entropy) if fraction is None else ("fraction", fraction)
+        low, high = _pair(name, given)
+        check_positive(name, low, zero=True)
+        if fraction is not None and high > 1:
+            raise ValueRangeError(f"fraction is of log n, between 0 and 1; got {fraction!r}. In nats it is entropy=.")
         check_positive("gain", gain)
         check_positive("max_step", max_step)
-        self.entropy, self.fraction, self.gain, self.max_step, self.limits = entropy, fraction, gain, max_step, limits
+        self.limits = _pair("limits", limits)
+        check_positive("limits", self.limits[0])
+        self.entropy, self.fraction, self.gain, self.max_step = entropy, fraction, gain, max_step
         self.register_buffer("log_scale", torch.zeros(heads))
 
-    def forward(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
-        n = torch.as_tensor(visible, device=self.log_scale.device)
-        n = n if n.is_floating_point() else n.to(self.log_scale.dtype)
-        return self.multiplier(n, dim)
-
+    forward = Policy.__call__  # with the hooks of a module around it
     __call__ = nn.Module.__call__
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
-        return self.log_scale.exp().to(n.dtype)[:, None] / math.sqrt(dim) * torch.ones_like(n)
+        check_head_dim("TemperatureController", self.log_scale.shape[0], n)
+        return self.log_scale.to(n.dtype).exp()[:, None] / math.sqrt(dim) * torch.ones_like(n)
 
     @torch.no_grad()
     def observe(self, stats: Stats) -> Tensor:  # (heads,)
-        """One step from the statistics of a pass, (..., heads, n_query); gives the mean miss H - H_target per head.
+        """One step from the statistics of a pass, (..., heads, n_query); returns the mean of H - H_target per head.
 
-        Rows with fewer than two keys have nothing to steer and are left out; so are targets above log n.
+        Rows with fewer than two keys, or with a target above log n, are left out.
         """
         heads = self.log_scale.shape[0]
         if stats.entropy.dim() < 2 or stats.entropy.shape[-2] != heads:
@@ -84,7 +86,7 @@ class TemperatureController(nn.Module, Policy):
         least, most = (self._target(end, ceiling) for end in (0, 1))
         usable = ((rows.visible >= 2) & (least < ceiling)).to(ceiling.dtype)
         count = usable.sum(-1).clamp(min=1)
-        # the head's mean is held, not each row: below the band it misses by what lacks, above by what is too much
+        # the mean of a head is controlled, not each row
         under, over = (((rows.entropy - end) * usable).sum(-1) / count for end in (least, most))
         miss = torch.where(under < 0, under, over.clamp(min=0.0))
         variance = (rows.score_variance * usable).sum(-1) / count
@@ -97,9 +99,20 @@ class TemperatureController(nn.Module, Policy):
     def _target(self, end: int, ceiling: Tensor) -> Tensor:
         """One end of the band, in nats, for rows whose entropy is at most `ceiling`."""
         given = self.entropy if self.entropy is not None else self.fraction
-        number = float(given[end] if isinstance(given, tuple) else given)  # type: ignore[arg-type]
+        number = _pair("the target", given)[end]
         return torch.full_like(ceiling, number) if self.entropy is not None else number * ceiling
 
     def extra_repr(self) -> str:
         target = f"entropy={self.entropy}" if self.entropy is not None else f"fraction={self.fraction}"
         return f"heads={self.log_scale.shape[0]}, {target}, gain={self.gain}"
+
+
+def _pair(name: str, given: object) -> tuple[float, float]:
+    """(low, high); a number is both."""
+    try:
+        low, high = (float(x) for x in (given if isinstance(given, tuple | list) else (given, given)))
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not -math.inf < low <= high < math.inf:
+        raise ValueRangeError(f"{name} must be a finite number or (low, high), the smaller one first; got {given!r}.")
+    return low, high

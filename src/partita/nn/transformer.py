@@ -1,10 +1,17 @@
-"""Encoder and decoder layers with torch's constructor and parameter names, thin enough for studies.
+"""Encoder and decoder layers with torch's constructor and parameter names, and their initial sharpness.
 
 pre-norm    x + f(norm(x))              post-norm    norm(x + f(x))              f: attention, then feed-forward
+
+For inputs with independent components of variance 1 the scores of a row have, over its keys, the variance
+
+    sigma^2 = m^2 || W_Q^T W_K ||_F^2        m = 1/sqrt(head_dim), or what the layer's policy gives at `length` keys
+
+so one factor on each head's projections sets sigma, whatever initialised them. (M-INF-3, M-INF-4)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from partita._checks import check_positive, check_whole
+from partita.attn.problem import check_dropout
+from partita.errors import ShapeError, ValueRangeError
 from partita.nn.attention import MultiheadAttention
-from partita.scale import Policy
+from partita.scale import Policy, TargetEntropy
 
-__all__ = ["TransformerDecoderLayer", "TransformerEncoderLayer"]
+__all__ = ["TransformerDecoderLayer", "TransformerEncoderLayer", "init_sharpness_"]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
 class _Layer(nn.Module):
-    """What both layers share: torch's constructor, the feed-forward part, the norms and where they stand."""
+    """Shared by both layers: torch's constructor, the feed-forward part, the norms and their order."""
 
-    attentions: tuple[str, ...]  # their names, in the order in which they look
+    attentions: tuple[str, ...]  # their names, in the order of their calls
 
     def __init__(
         self,
@@ -43,6 +53,11 @@ class _Layer(nn.Module):
         **options: Any,
     ):
         super().__init__()
+        for name, size in (("d_model", d_model), ("nhead", nhead), ("dim_feedforward", dim_feedforward)):
+            check_whole(name, size, least=1)
+        check_dropout(dropout)
+        if isinstance(activation, str) and activation not in _ACTIVATIONS:
+            raise ValueRangeError(f"activation must be {' or '.join(_ACTIVATIONS)}, or a function; got {activation!r}.")
         make: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.linear1 = nn.Linear(d_model, dim_feedforward, **make)
         self.dropout = nn.Dropout(dropout)
@@ -66,6 +81,19 @@ class _Layer(nn.Module):
         return out
 
 
+def _attending(
+    attention: MultiheadAttention, memory: Tensor | None, padding: Tensor | None, mask: Tensor | None, **options: Any
+) -> Callable[[Tensor], Tensor]:
+    """x to its attention over memory, or over itself."""
+
+    def call(x: Tensor) -> Tensor:
+        keys = x if memory is None else memory
+        out: Tensor = attention(x, keys, keys, padding, False, mask, **options)[0]
+        return out
+
+    return call
+
+
 class TransformerEncoderLayer(_Layer):
     """torch.nn.TransformerEncoderLayer on partita; state dicts load both ways.
 
@@ -85,12 +113,8 @@ class TransformerEncoderLayer(_Layer):
     ) -> Tensor:
         """As torch's; further options (support, attn_bias) go to the attention."""
 
-        def look(x: Tensor) -> Tensor:
-            return self.self_attn(  # type: ignore[no-any-return]
-                x, x, x, src_key_padding_mask, False, src_mask, is_causal=is_causal, **options
-            )[0]
-
-        return self._add(self._add(src, 1, look), 2, self._feed_forward)
+        own = _attending(self.self_attn, None, src_key_padding_mask, src_mask, is_causal=is_causal, **options)
+        return self._add(self._add(src, 1, own), 2, self._feed_forward)
 
 
 class TransformerDecoderLayer(_Layer):
@@ -111,14 +135,106 @@ class TransformerDecoderLayer(_Layer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        def look(x: Tensor) -> Tensor:
-            return self.self_attn(  # type: ignore[no-any-return]
-                x, x, x, tgt_key_padding_mask, False, tgt_mask, is_causal=tgt_is_causal
-            )[0]
+        own = _attending(self.self_attn, None, tgt_key_padding_mask, tgt_mask, is_causal=tgt_is_causal)
+        cross = _attending(
+            self.multihead_attn, memory, memory_key_padding_mask, memory_mask, is_causal=memory_is_causal
+        )
+        return self._add(self._add(self._add(tgt, 1, own), 2, cross), 3, self._feed_forward)
 
-        def cross(x: Tensor) -> Tensor:
-            return self.multihead_attn(  # type: ignore[no-any-return]
-                x, memory, memory, memory_key_padding_mask, False, memory_mask, is_causal=memory_is_causal
-            )[0]
 
-        return self._add(self._add(self._add(tgt, 1, look), 2, cross), 3, self._feed_forward)
+# ---- sharpness -------------------------------------------------------------------------------------------------------
+
+
+def init_sharpness_(
+    module: nn.Module, *, entropy: float | None = None, sigma: float | None = None, length: int = 512
+) -> nn.Module:
+    """Rescale the query and key projections of every attention layer inside to an initial sharpness.
+
+        H = log n - sigma^2 / 2        for n = `length` visible keys
+
+    Give the standard deviation of a row's scores (`sigma`), or the initial entropy, in nats, of rows of `length` keys.
+    Layers are `partita.nn.MultiheadAttention` and torch's; weights keep their directions, the biases of queries and
+    keys become 0, and with `qk_norm` the gains of the norms are set instead. Returns the module.
+
+    >>> layer = init_sharpness_(MultiheadAttention(64, 4, batch_first=True), sigma=0.5)
+    >>> x = torch.randn(8, 512, 64, generator=torch.Generator().manual_seed(0))
+    >>> _, stats = layer(x, x, x, return_stats=True)
+    >>> round((math.log(512) - stats.entropy).mean().item(), 1)  # sigma^2 / 2 = 0.125
+    0.1
+    """
+    if (entropy is None) == (sigma is None):
+        raise ValueRangeError(f"give either entropy or sigma; got entropy={entropy} and sigma={sigma}.")
+    check_whole("length", length, least=1)
+    if entropy is not None:
+        check_positive("entropy", entropy, zero=True)
+        if entropy > math.log(length):
+            raise ValueRangeError(
+                f"the entropy of {length} keys is at most log {length} = {math.log(length):.3f}; got {entropy}. "
+                f"Give the length that your rows start with, length=n."
+            )
+        sigma = math.sqrt(2 * (math.log(length) - entropy))
+    assert sigma is not None
+    check_positive("sigma", sigma, zero=True)
+    layers = [m for m in module.modules() if isinstance(m, (MultiheadAttention, nn.MultiheadAttention))]
+    if not layers:
+        raise ShapeError(
+            f"module must hold a MultiheadAttention of partita.nn or torch.nn, whose projections are known; "
+            f"got {type(module).__name__}."
+        )
+    with torch.no_grad():
+        for layer in layers:
+            _rescale(layer, sigma, length)
+    return module
+
+
+def _rescale(layer: MultiheadAttention | nn.MultiheadAttention, sigma: float, length: int) -> None:
+    heads, dim = layer.num_heads, layer.head_dim
+    kv_heads = layer.kv_heads if isinstance(layer, MultiheadAttention) else heads
+    wanted = sigma / _multiplier(layer, length, heads, dim)  # (heads,): of the products <query, key> themselves
+    if layer.in_proj_bias is not None:
+        layer.in_proj_bias[: (heads + kv_heads) * dim].zero_()
+    if isinstance(layer, MultiheadAttention) and layer.q_norm is not None and layer.k_norm is not None:
+        # normed vectors have products of deviation sqrt(dim): the gains do the rest, one for all heads
+        gain = (wanted.mean().double() / math.sqrt(dim)).sqrt()
+        layer.q_norm.weight.fill_(gain)
+        layer.k_norm.weight.fill_(gain)
+        return
+    query, key = _weights(layer, heads * dim, kv_heads * dim)
+    keys = key.chunk(kv_heads)
+    for head, q in enumerate(query.chunk(heads)):
+        k = keys[head * kv_heads // heads]
+        found = ((q @ q.mT) * (k @ k.mT)).sum().clamp(min=0.0).sqrt()  # || q^T k ||_F
+        _require(found > 0, "a head's query or key weights are all zero; initialise them before rescaling.")
+        factor = wanted[head].to(q) / found
+        if kv_heads == heads:
+            q.mul_(factor.sqrt())
+            k.mul_(factor.sqrt())
+        else:  # several heads share the keys
+            q.mul_(factor)
+
+
+def _multiplier(layer: nn.Module, length: int, heads: int, dim: int) -> Tensor:  # (heads,)
+    scale = getattr(layer, "scale", None)
+    if isinstance(scale, TargetEntropy):
+        raise ValueRangeError("TargetEntropy sets the sharpness of every row itself; there is nothing to initialise.")
+    if isinstance(scale, Policy):
+        scale = scale(length, dim)
+    number = torch.as_tensor(dim**-0.5 if scale is None else scale, dtype=torch.float64).detach().reshape(-1).abs()
+    _require((number > 0).all(), f"the scale of the layer is 0 at {length} keys, so no weights make it sharper.")
+    return number.expand(heads)
+
+
+def _require(ok: Tensor, message: str) -> None:
+    """Raise unless true; a graph raises when it runs."""
+    if torch.compiler.is_compiling():
+        torch.ops.aten._assert_async.msg(ok, message)
+    elif not bool(ok):
+        raise ValueRangeError(message)
+
+
+def _weights(layer: MultiheadAttention | nn.MultiheadAttention, n_query: int, n_key: int) -> tuple[Tensor, Tensor]:
+    if layer.in_proj_weight is not None:
+        return layer.in_proj_weight[:n_query], layer.in_proj_weight[n_query : n_query + n_key]
+    assert layer.q_proj_weight is not None
+    assert layer.k_proj_weight is not None
+    return layer.q_proj_weight, layer.k_proj_weight

@@ -9,14 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from partita._checks import check_positive, finite
-from partita._look import table_html
-from partita.errors import PartitaError, ShapeError, ValueRangeError
+from partita._checks import (
+    broadcast_batch,
+    check_device,
+    check_float,
+    check_matrix,
+    check_number,
+    check_positive,
+    check_whole,
+    finite,
+)
+from partita._repr import table_html
+from partita.errors import DtypeError, PartitaError, ShapeError, ValueRangeError
 
 __all__ = [
     "Constant", "CriticalScale", "Formula", "InverseSqrt", "KappaLog", "Llama4Temperature", "LogLength", "MaxLength",
-    "Mixed", "Policy", "ScalableSoftmax", "SqrtLogLength", "TargetEntropy", "YarnTemperature", "check_reference",
-    "from_temperature",
+    "Mixed", "Policy", "ScalableSoftmax", "SqrtLogLength", "TargetEntropy", "YarnTemperature",
+    "check_head_dim", "check_reference", "from_temperature", "visible_keys",
 ]  # fmt: skip
 
 
@@ -24,47 +33,56 @@ class Policy:
     """Abstract: a multiplier per row from the number of visible keys and the dimension."""
 
     def __call__(self, visible: Tensor | int, dim: int, query: Tensor | None = None) -> Tensor:
-        return self.multiplier(_count(visible, query), max(dim, 1))
+        if not isinstance(dim, torch.SymInt):
+            check_whole("dim", dim)
+        return self.multiplier(visible_keys(visible, query), max(dim, 1))
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         raise TypeError("Policy is abstract; use partita.scale.LogLength() and its like.")
 
     def number(self, n: int, dim: int) -> float | None:
-        """The multiplier of rows that all see n keys, where nothing but n and dim decides it; None where more does."""
+        """The multiplier of rows that all see n keys; None if it depends on more than n and dim."""
         return None
 
     def fold(self, query: Tensor, visible: Tensor | int) -> Tensor:  # (..., n_query, dim)
-        """The query with its row's scale multiplied in, for kernels that know no scale (pass them scale=1)."""
+        """The query times its row's scale, for kernels without a scale per row (pass them scale=1)."""
+        check_matrix("query", query)
+        if isinstance(visible, Tensor):
+            check_device(("query", "visible"), (query, visible))
         scale = self(visible, query.shape[-1], query)
+        broadcast_batch((("the rows of query", query.shape[:-1]), ("visible", scale.shape)))
         return query * (scale[..., None] if scale.dim() else scale).to(query.dtype)
 
     def _repr_html_(self) -> str:
-        """In a notebook: what it multiplies scores of 64 features by, against 1 / sqrt(64), as a row grows."""
+        """In a notebook: the multiplier of 64 features in units of 1 / sqrt(64), by number of keys."""
         try:
             rows = [(f"{n:,} keys", f"{self(n, 64).mean().item() * 8:.3f} / sqrt(dim)") for n in (64, 512, 4096, 32768)]
-        except (TypeError, RuntimeError, PartitaError):  # one that must see the query
+        except (TypeError, RuntimeError, PartitaError):  # one that needs the query
             rows = []
         return table_html(repr(self), rows)
 
 
 class Formula(Policy):
-    """A policy of n, dim and its own numbers: where all rows see as many keys it is one number, as 1/sqrt(dim) is."""
+    """A policy of n, dim and its own numbers."""
 
     def number(self, n: int, dim: int) -> float | None:
-        if type(self).__call__ is not Policy.__call__:  # somebody's own, which may look at the query
+        if type(self).__call__ is not Policy.__call__:  # a subclass's own, which may read the query
             return None
         found = self(n, dim)
         return float(found) if found.dim() == 0 and not found.requires_grad else None
 
 
-def _count(visible: Tensor | int, query: Tensor | None = None) -> Tensor:
-    """n as floating numbers, at least 1: a row without keys has no use for its scale, but 0 * -inf would be nan.
-
-    A tensor of whole numbers is counted in float32, for a query of float64 in float64; torch's default has no say.
-    """
+def visible_keys(visible: Tensor | int, query: Tensor | None = None) -> Tensor:
+    """n as floating numbers, at least 1, since 0 * -inf is nan; integers become float32, or float64 as the query."""
+    if query is not None and not isinstance(query, Tensor):
+        check_float("query", query)
     if not isinstance(visible, Tensor):
+        if not isinstance(visible, torch.SymInt):
+            check_positive("visible", visible, zero=True)
         device = "cpu" if query is None else query.device
         return torch.tensor(max(float(visible), 1.0), dtype=torch.float64, device=device)
+    if visible.is_complex() or visible.dtype == torch.bool:
+        raise DtypeError(f"visible must hold numbers of keys; got {visible.dtype}. Count a mask: mask.sum(-1).")
     wide = query is not None and query.dtype == torch.float64
     n = visible if visible.is_floating_point() else visible.to(torch.float64 if wide else torch.float32)
     return n.clamp(min=1.0)
@@ -75,14 +93,14 @@ def check_reference(reference: float) -> None:
         raise ValueRangeError(f"a reference length must be a number above 1; got {reference!r}.")
 
 
-def _check_heads(policy: str, heads: int, n: Tensor) -> None:
+def check_head_dim(policy: str, heads: int, n: Tensor) -> None:
     if n.dim() >= 2 and n.shape[-2] not in (1, heads):
         raise ShapeError(f"{policy} has {heads} heads; the rows have {tuple(n.shape)}, heads second from the right.")
 
 
 @dataclass(frozen=True)
 class InverseSqrt(Formula):
-    """scale = factor / sqrt(dim): attention's habit for factor = 1; knows nothing of length (M-SCL-1)."""
+    """scale = factor / sqrt(dim), the usual one for factor = 1; independent of length (M-SCL-1)."""
 
     factor: float = 1.0
 
@@ -98,9 +116,12 @@ class InverseSqrt(Formula):
 
 @dataclass(frozen=True)
 class Constant(Formula):
-    """scale = value, whatever the length."""
+    """scale = value."""
 
     value: float
+
+    def __post_init__(self) -> None:
+        check_number("value", self.value)
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return torch.full_like(n, self.value)
@@ -108,7 +129,7 @@ class Constant(Formula):
 
 @dataclass(frozen=True)
 class KappaLog(Formula):
-    """scale = kappa * log(n) / dim, as the notes print it (M-SCL-2); with kappa = 1 it hardly acts.
+    """scale = kappa * log(n) / dim (M-SCL-2); with kappa = 1 it has hardly any effect.
 
     >>> KappaLog()(1, 64)  # one key: no choice to sharpen
     tensor(0., dtype=torch.float64)
@@ -116,40 +137,41 @@ class KappaLog(Formula):
 
     kappa: float = 1.0
 
+    def __post_init__(self) -> None:
+        check_number("kappa", self.kappa)
+
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return self.kappa * n.log() / dim
 
 
 @dataclass(frozen=True)
-class LogLength(Formula):
-    """scale = log(max(n, floor)) / log(reference) / sqrt(dim): 1/sqrt(dim) at the reference length (M-SCL-7).
-
-    The floor keeps rows with one or two keys from being flattened; floor = reference is Qwen's log n attention, which
-    only ever sharpens: max(1, log n / log reference) / sqrt(dim).
-
-    >>> LogLength(reference=512)(512, 64)  # 1 / sqrt(64)
-    tensor(0.1250, dtype=torch.float64)
-    """
-
+class _Referenced(Formula):
     reference: float = 512
     floor: float = 4
 
     def __post_init__(self) -> None:
         check_reference(self.reference)
+        check_positive("floor", self.floor)
+
+
+@dataclass(frozen=True)
+class LogLength(_Referenced):
+    """scale = log(max(n, floor)) / log(reference) / sqrt(dim): 1/sqrt(dim) at the reference length (M-SCL-7).
+
+    Without the floor, rows with one or two keys would be flattened; floor = reference is Qwen's log n attention, which
+    only sharpens: max(1, log n / log reference) / sqrt(dim).
+
+    >>> LogLength(reference=512)(512, 64)  # 1 / sqrt(64)
+    tensor(0.1250, dtype=torch.float64)
+    """
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return n.clamp(min=self.floor).log() / (math.log(self.reference) * math.sqrt(dim))
 
 
 @dataclass(frozen=True)
-class SqrtLogLength(Formula):
+class SqrtLogLength(_Referenced):
     """scale = sqrt(log(max(n, floor)) / log(reference)) / sqrt(dim): the law of Gaussian scores (M-SCL-14)."""
-
-    reference: float = 512
-    floor: float = 4
-
-    def __post_init__(self) -> None:
-        check_reference(self.reference)
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return (n.clamp(min=self.floor).log() / math.log(self.reference)).sqrt() / math.sqrt(dim)
@@ -180,7 +202,7 @@ class Llama4Temperature(Formula):
 class YarnTemperature(Formula):
     """scale = (0.1 log(factor) + 1)^2 / sqrt(dim): YaRN's temperature alone, whatever the positions do.
 
-    `attn.YaRN` has it already, in its queries and keys, unless told otherwise.
+    `attn.YaRN` applies it already, to its queries and keys, unless `temperature=False`.
 
     >>> YarnTemperature(1.0)(100, 64)
     tensor(0.1250, dtype=torch.float64)
@@ -212,6 +234,7 @@ class CriticalScale(Formula):
 
     def __post_init__(self) -> None:
         check_reference(self.reference)
+        check_positive("floor", self.floor)
         each = self.exponent if isinstance(self.exponent, Sequence) else (self.exponent,)
         for x in each:
             if not (isinstance(x, (int, float)) and finite(x)):
@@ -234,17 +257,25 @@ class CriticalScale(Formula):
         ratio = n.clamp(min=self.floor).log() / math.log(self.reference)
         if not isinstance(self.exponent, Sequence):
             return ratio**self.exponent / math.sqrt(dim)
-        _check_heads("CriticalScale", len(self.exponent), n)
+        check_head_dim("CriticalScale", len(self.exponent), n)
         exponent = torch.tensor(list(self.exponent), dtype=n.dtype, device=n.device)
         return ratio ** exponent[:, None] / math.sqrt(dim)
 
 
 @dataclass(frozen=True)
 class Mixed(Formula):
-    """scale = alpha / sqrt(dim) + beta * log(n) / dim (M-SCL-3); always sharper than 1/sqrt(dim) for alpha = 1."""
+    """scale = alpha / sqrt(dim) + beta * log(n) / dim (M-SCL-3); always sharper than 1/sqrt(dim) for alpha = 1.
+
+    >>> Mixed()(1024, 64)  # 1/8 + 0.1 * 6.93 / 64: 8.7 % above 1/sqrt(64)
+    tensor(0.1358, dtype=torch.float64)
+    """
 
     alpha: float = 1.0
     beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha)
+        check_number("beta", self.beta)
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return self.alpha / math.sqrt(dim) + self.beta * n.log() / dim
@@ -259,6 +290,7 @@ class MaxLength(Formula):
 
     def __post_init__(self) -> None:
         check_reference(self.n_max)
+        check_number("kappa", self.kappa)
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
         return torch.full_like(n, self.kappa * math.log(self.n_max) / dim)
@@ -279,14 +311,15 @@ class ScalableSoftmax(nn.Module, Policy):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_positive("heads", heads)
+        check_whole("heads", heads, least=1)
+        check_number("init", init)
         self.s = nn.Parameter(torch.full((heads,), float(init), device=device, dtype=dtype))
 
     forward = Policy.__call__  # with the hooks of a module around it
     __call__ = nn.Module.__call__
 
     def multiplier(self, n: Tensor, dim: int) -> Tensor:
-        _check_heads("ScalableSoftmax", self.s.shape[0], n)
+        check_head_dim("ScalableSoftmax", self.s.shape[0], n)
         return self.s.to(n.dtype)[:, None] * n.log() / math.sqrt(dim)
 
     def extra_repr(self) -> str:
@@ -298,8 +331,7 @@ class TargetEntropy(Policy):
     """The scale at which each row's entropy hits a target, solved row by row (M-SCL-10).
 
     Give one of: entropy (nats), width (keys: entropy log(width)), fraction (of log n). A target out of reach gives the
-    nearest reachable scale. It depends on the scores, so it cannot fold from n alone; Gibbs and attention solve it,
-    also under a bias or a position rule (`partita.solve_scale` says how).
+    nearest reachable scale. Gibbs and attention solve it as `partita.solve_scale` does; it cannot `fold` from n alone.
 
     >>> p = partita.Gibbs(torch.ones(1, 1), torch.arange(9.0)[:, None], scale=TargetEntropy(width=3.0))
     >>> round(p.entropy().exp().item(), 3)
@@ -313,16 +345,16 @@ class TargetEntropy(Policy):
     def __post_init__(self) -> None:
         given = [x for x in (self.entropy, self.width, self.fraction) if x is not None]
         if len(given) != 1:
-            raise ValueRangeError(f"give exactly one of entropy, width, fraction; got {len(given)} of them.")
-        check_positive("the target", float(given[0]), zero=self.width is None)
+            raise ValueRangeError(f"give exactly one of entropy, width, fraction; got {len(given)}.")
+        check_positive("the target", given[0], zero=self.width is None)
         if self.width is not None and self.width < 1:
             raise ValueRangeError(f"width must be at least 1 key; got {self.width}.")
         if self.fraction is not None and self.fraction > 1:
-            raise ValueRangeError(f"fraction must lie between 0 and 1; got {self.fraction}.")
+            raise ValueRangeError(f"fraction must be between 0 and 1; got {self.fraction}.")
 
     def target(self, visible: Tensor) -> Tensor:
         """The entropy each row should have."""
-        n = _count(visible)
+        n = visible_keys(visible)
         if self.fraction is not None:
             return self.fraction * n.log()
         entropy = math.log(self.width) if self.width is not None else self.entropy
@@ -338,6 +370,8 @@ class TargetEntropy(Policy):
 
 def from_temperature(temperature: float | Tensor) -> float | Tensor:
     """scale = 1 / temperature."""
-    if not isinstance(temperature, Tensor):
+    if isinstance(temperature, Tensor):
+        check_float("temperature", temperature)
+    else:
         check_positive("temperature", temperature)
     return 1.0 / temperature

@@ -1,7 +1,4 @@
-"""Policies that know sigma, the standard deviation of the raw scores <query, key> over a row's keys, and its measure.
-
-sigma is sqrt(dim) for vectors of unit variance, or what `measure_sigma` finds.
-"""
+"""Policies with a sigma, the standard deviation of a row's raw scores <query, key>, and its measurement."""
 
 from __future__ import annotations
 
@@ -12,23 +9,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, library
 
-from partita._checks import check_pair, check_positive, has_values
+from partita._checks import broadcast_batch, check_float, check_pair, check_positive, check_whole, has_values
 from partita.engine.terms import Term, pack, unpack, window_mask
 from partita.errors import ShapeError
 from partita.scale.policies import Formula, check_reference
 from partita.support import Support
 from partita.support.base import check_support
 
-__all__ = ["CalibratedLog", "GaussianEntropy", "measure_sigma"]
+__all__ = ["CalibratedLog", "GaussianEntropy", "critical_scale", "measure_sigma"]
 
 
 @dataclass(frozen=True)
 class CalibratedLog(Formula):
     """scale = kappa * log(n) / dim with kappa = dim / (sigma * sqrt(log reference)) (M-SCL-16).
 
-    For Gaussian scores the entropy is then stationary around n = reference, where it is log(reference) / 2. Under an
+    To leading order the entropy of Gaussian scores is then stationary around n = reference, and log(reference) / 2
+    there. Finite rows keep more and still grow a little: at 4096 keys 4.63 nats, not 4.16, and 0.15 nats per nat of
+    log n, where 1/sqrt(dim) grows by 1 (`partita_theory.sharpness.gaussian_entropy(..., finite=True)`). Under an
     additive position bias kappa is smaller by sqrt(growth), growth the speed dH/d log n at which the bias alone widens
-    a row (`partita.theory.sharpness.bias_growth`); 1 without a bias.
+    a row (`partita_theory.sharpness.bias_growth`); 1 without a bias.
 
     >>> CalibratedLog(4096, sigma=8.0)(4096, 64)  # sqrt(log 4096) / sigma
     tensor(0.3605, dtype=torch.float64)
@@ -54,6 +53,9 @@ class CalibratedLog(Formula):
 class GaussianEntropy(Formula):
     """scale = sqrt(2 * max(0, log n - entropy)) / sigma: H = log n - (scale * sigma)^2 / 2 held constant (M-SCL-14).
 
+    The law is that of Gaussian scores and many keys; a target below about log(n) / 2 is missed: at 4096 keys 4 gives
+    4.53 nats and 2 gives 3.53. `TargetEntropy` solves for the target itself.
+
     >>> GaussianEntropy(3.0, sigma=8.0)(2, 64)  # two keys cannot have more than log 2: no sharpness at all
     tensor(0., dtype=torch.float64)
     """
@@ -70,14 +72,14 @@ class GaussianEntropy(Formula):
 
 
 def _number(sigma: float | Tensor) -> float | Tensor:
-    """A number as one; a tensor whose value a graph does not know stays a tensor."""
-    return float(sigma) if not isinstance(sigma, Tensor) or has_values(sigma) else sigma
+    """A float, if its value is known."""
+    return float(sigma) if isinstance(sigma, Tensor) and has_values(sigma) and sigma.numel() == 1 else sigma
 
 
 def _check_sigma(sigma: float | Tensor) -> None:
     number = _number(sigma)
-    if not isinstance(number, Tensor):
-        check_positive("sigma", number)
+    if not isinstance(number, Tensor) or has_values(number):
+        check_positive("sigma", number)  # type: ignore[arg-type]
 
 
 def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) -> float:
@@ -85,15 +87,14 @@ def measure_sigma(query: Tensor, key: Tensor, support: Support | None = None) ->
 
         sigma^2 = mean_i Var_j <query_i, key_j>
 
-    Streams over rows; nothing of size n_query * n_key is held at once for long inputs. A number, or inside a graph,
-    which has none yet, a tensor of no dimensions; policies take either.
+    Streams over rows. A number, or inside a graph a tensor of no dimensions; policies take either.
 
     >>> measure_sigma(torch.tensor([[2.0]]), torch.tensor([[1.0], [-1.0]]))  # scores 2 and -2
     2.0
     """
     check_pair(query, key)
     check_support(support)
-    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    batch = broadcast_batch((("query", query.shape[:-2]), ("key", key.shape[:-2])))
     terms = () if support is None else support.bind(query.shape[-2], key.shape[-2], batch, query.device)
     if torch.compiler.is_compiling():
         return torch.ops.partita.measure_sigma(query.detach(), key.detach(), *pack(terms))  # type: ignore[no-any-return]
@@ -133,3 +134,29 @@ def _(query: Tensor, key: Tensor, support: Sequence[Tensor], layout: Sequence[in
 @library.register_fake("partita::measure_sigma")  # type: ignore[untyped-decorator]
 def _(query: Tensor, key: Tensor, support: Sequence[Tensor], layout: Sequence[int]) -> Tensor:
     return query.new_empty((), dtype=torch.float64)
+
+
+def critical_scale(scores: Tensor, *, least: int = 2) -> Tensor:  # (..., n) -> (...)
+    """The scale at which the best key of each row separates from its competitors; -inf is an invisible key.
+
+        critical = max over j >= least of log(j) / gap_j          gap_j the j-th smallest gap to the maximum, gap_1 = 0
+
+    For scores made with a scale, a factor of that scale. inf where the best key is tied, 0 where a row sees fewer keys
+    than `least`. A larger `least` leaves out the nearest competitors, which are chance (M-COL-6).
+
+    >>> critical_scale(torch.tensor([0.0, -1.0, -1.0, -1.0]))  # one key leads three by 1: log 4
+    tensor(1.3863)
+    """
+    check_float("scores", scores)
+    check_whole("least", least, least=2)
+    if scores.dim() == 0:
+        raise ShapeError("scores must have a last dimension of keys; got a single number. Give scores[None].")
+    found = scores.sort(-1, descending=True).values
+    best = found[..., :1]
+    gaps = torch.where(found.isneginf(), torch.inf, torch.where(best.isneginf(), 0.0, best) - found)
+    # cut before dividing: the best key's own log 1 / 0 would make the gradient of the row nan
+    count = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=gaps.dtype)[least - 1 :]
+    each = count.log() / gaps[..., least - 1 :]  # log 2 / 0 = inf: a tie never parts
+    if each.shape[-1] == 0:
+        return torch.zeros(scores.shape[:-1], dtype=gaps.dtype, device=scores.device)
+    return each.amax(-1)

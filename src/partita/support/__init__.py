@@ -20,8 +20,19 @@ Nothing of size n_query * n_key is built, except by `dense`.
 """
 
 from partita.support.base import Support
-from partita.support.kinds import all, causal, lengths, mask, not_self, segments, window
-from partita.support.patterns import blocks, dilated, global_tokens, strided
+from partita.support.kinds import (
+    all,
+    blocks,
+    causal,
+    dilated,
+    global_tokens,
+    lengths,
+    mask,
+    not_self,
+    segments,
+    strided,
+    window,
+)  # fmt: skip
 
 __all__ = [
     "Support", "all", "blocks", "causal", "dilated", "global_tokens", "lengths", "mask", "not_self", "segments",

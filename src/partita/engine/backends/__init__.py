@@ -1,9 +1,7 @@
 """The table of backends, and which of them serves.
 
-A backend answers `why_not(request)` with None or a reason, and offers `forward` and `backward` of a request. It may
-offer kernels for reads that need less than a pass and its backward; their definition is the ordinary pass.
-One named by the caller that cannot serve raises with its reason; "auto" takes the first of the table that can and may
-be taken unasked. Adding a backend is adding a folder here, and a row below.
+A backend that the caller named and that cannot serve raises with its reason; "auto" takes the first of the table that
+can serve and does not skip the request. Adding a backend is adding a folder here, and a row below.
 """
 
 from __future__ import annotations
@@ -15,37 +13,32 @@ from types import TracebackType
 from typing import overload
 
 from partita.engine.backends import native, tiled, triton
-from partita.engine.backends.protocol import Backend, Divergences
-from partita.engine.backends.tiled import columns, pair
+from partita.engine.backends.protocol import Backend
 from partita.engine.request import Request
 from partita.errors import BackendError
 
-__all__ = ["TABLE", "Backend", "asked", "backend", "backends", "choose", "current", "explain"]
+__all__ = ["TABLE", "Backend", "backend", "backends", "candidates", "choose", "current", "explain"]
+
+
+def always(request: Request) -> str | None:
+    """It serves every request."""
+    return None
+
 
 TABLE = {
     entry.name: entry
     for entry in (
         native.BACKEND,
         triton.BACKEND,
-        Backend(
-            "tiled",
-            "on any device, slower than native",
-            tiled.always,
-            tiled.forward,
-            tiled.backward,
-            pairs=True,
-        ),
+        Backend("tiled", always, tiled.forward, tiled.backward, pairs=True),
+        # in one tile: it holds every score at once
         Backend(
             "dense",
-            "but holds every score at once",
-            tiled.always,
+            always,
             partial(tiled.forward, whole=True),
             partial(tiled.backward, whole=True),
-            column_sums=partial(columns.column_sums, whole=True),
-            divergences=Divergences(
-                partial(pair.divergence, whole=True), partial(pair.divergence_backward, whole=True)
-            ),
             pairs=True,
+            whole=True,
         ),
     )
 }
@@ -64,9 +57,12 @@ def _known(name: str) -> str:
 
 
 def current() -> str:
-    """The backend asked for: by `partita.backend(...)`, else by PARTITA_BACKEND, else auto."""
+    """The backend that is chosen: by `partita.backend(...)`, else by PARTITA_BACKEND, else auto."""
     chosen = _choice.get()
-    return _known(os.environ.get("PARTITA_BACKEND", "auto") or "auto") if chosen is None else chosen
+    if chosen is not None:
+        return chosen
+    name = os.environ.get("PARTITA_BACKEND", "auto") or "auto"
+    return name if name == "auto" else _known(name)
 
 
 class _Chosen:
@@ -91,7 +87,7 @@ def backend(name: None = None) -> str: ...
 @overload
 def backend(name: str) -> _Chosen: ...
 def backend(name: str | None = None) -> str | _Chosen:
-    """Choose the backend inside a `with` block; without an argument, tell the current choice.
+    """Choose the backend inside a `with` block; without an argument, the current choice.
 
     >>> with backend("tiled"):
     ...     print(backend())
@@ -100,33 +96,39 @@ def backend(name: str | None = None) -> str | _Chosen:
     return current() if name is None else _Chosen(name)
 
 
-def asked() -> tuple[Backend, ...]:
+def candidates() -> tuple[Backend, ...]:
     """The backend that was named, or all of them, best first."""
     name = current()
     return tuple(TABLE.values()) if name == "auto" else (TABLE[name],)
 
 
-def choose(request: Request, name: str = "", other: Request | None = None) -> Backend:
-    """The backend of that name ("": what is asked for now), or the first that can serve; `other` is served with it."""
+def choose(request: Request, name: str = "", other: Request | None = None, *, loss: bool = False) -> Backend:
+    """The backend of that name ("": the current choice), or the first that can serve; `other` is served with it.
+
+    loss: it is its kernels of a loss that must serve.
+    """
     name = name or current()
-    asked = (request,) if other is None else (request, other)
-    if name != "auto":
-        entry = TABLE[_known(name)]
-        for each in asked:
-            reason = entry.refuses(each)
+    reason: str | None = None
+    for entry in TABLE.values() if name == "auto" else (TABLE[_known(name)],):
+        for r in (request,) if other is None else (request, other):
+            reason = entry.refuses(r, loss=loss)
+            if reason is None and name == "auto" and entry.skip_in_auto is not None:
+                reason = entry.skip_in_auto(r)
             if reason is not None:
-                raise BackendError(f"backend {name!r} cannot serve this request: {reason}. Use backend('auto').")
-        return entry
-    return next(e for e in TABLE.values() if all((e.refuses(each) or e.unasked(each)) is None for each in asked))
+                break
+        else:
+            return entry
+    raise BackendError(f"backend {name!r} cannot serve this request: {reason}. Use backend('auto').")
 
 
 def explain(request: Request) -> str:
     """Which backend serves this request, and why each other does not."""
     asked = current()
-    serving = choose(request, asked).name
-    lines = [f"{serving} serves" + (" (asked for)" if asked != "auto" else "")]
+    entry = choose(request, asked)
+    serving, using = entry.name, entry.instructions
+    lines = [f"{serving} serves" + (" (chosen)" if asked != "auto" else "") + (f", {using(request)}" if using else "")]
     for name, entry in TABLE.items():
         if name != serving:
-            reason = entry.refuses(request) or entry.unasked(request)
-            lines.append(f"{name}: {reason or 'could serve too, ' + entry.place}")
+            reason = entry.refuses(request) or (entry.skip_in_auto and entry.skip_in_auto(request))
+            lines.append(f"{name}: {reason or 'could serve too'}")
     return "\n".join(lines)

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from partita._checks import broadcast
 from partita.engine.axes import align
-from partita.engine.backends.native import layout, library
-from partita.engine.backends.native.losses import logits_of
-from partita.engine.backends.native.operands import CODES, CPU, pointer, sound
-from partita.engine.backends.native.workspace import workspace
+from partita.engine.backends.native import library
+from partita.engine.backends.native.call import CODES, CPU, at, block, check_memory
+from partita.engine.backends.native.losses import workspace, write_logits
 from partita.engine.backends.protocol import Gradients, Needs
 from partita.engine.divergences import KINDS, Record
 from partita.engine.request import Request
 from partita.engine.sums import OPERANDS
 from partita.engine.terms import cut, window_mask
 
-__all__ = ["weighted_divergence"]
+__all__ = ["divergences"]
 
 _CHUNK_BYTES = 16 << 20  # of both score matrices at a time, where a key is read once for all rows of a chunk
 _CACHED_BYTES = 2 << 20  # where all keys fit into a cache, so do the scores
@@ -35,9 +33,9 @@ _FEW = 32  # batch entries, which are gone through one by one
 _SMALL = 1 << 12  # scores of an entry that is not worth it where there are many
 
 
-def _entry(tensor: Tensor, at: tuple[int, ...]) -> Tensor:
+def _entry(tensor: Tensor, entry: tuple[int, ...]) -> Tensor:
     """One batch entry of a tensor, a view; dimensions of size 1 serve all."""
-    return tensor[tuple(i if n > 1 else 0 for i, n in zip(at, tensor.shape, strict=False))]
+    return tensor[tuple(i if n > 1 else 0 for i, n in zip(entry, tensor.shape, strict=False))]
 
 
 class _Side:
@@ -45,24 +43,21 @@ class _Side:
 
     def __init__(self, x: Request, batch: tuple[int, ...], needs: Needs, acc: torch.dtype):
         self.x = x
-        self.key = sound(x.key, "key").to(acc)
-        query = sound(x.query, "query").to(acc)
+        self.key = check_memory(x.key, "key").to(acc)
+        query = check_memory(x.query, "query").to(acc)
         plain = x.scale.numel() == 1 and float(x.scale) == 1.0
         self.query = query
         self.scaled = query if plain else query * x.scale[..., None]
-        self.bias = None if x.bias is None else sound(x.bias, "bias").to(acc)
-        wanted = dict(zip(OPERANDS, needs, strict=True))
-        self.need = {name: wanted[name] and getattr(x, name) is not None for name in ("query", "key", "scale", "bias")}
-        self.any = any(self.need.values())
-        rows = (*batch, query.shape[-2])
-
-        def zeros(there: bool, shape: Sequence[int]) -> Tensor | None:
-            return torch.zeros(shape, dtype=acc, device=CPU) if there else None
-
-        # d / d (scale * query): of every entry, since a scale may differ where a query is shared
-        self.toward = zeros(self.need["query"] or self.need["scale"], (*rows, query.shape[-1]))
-        self.grad_key = zeros(self.need["key"], self.key.shape)
-        self.grad_bias = zeros(self.need["bias"], () if x.bias is None else x.bias.shape)
+        self.bias = None if x.bias is None else check_memory(x.bias, "bias").to(acc)
+        given = zip(OPERANDS, needs, strict=True)
+        self.needs = {name for name, need in given if need and name != "value" and getattr(x, name) is not None}
+        # "toward": d / d (scale * query) of every entry, since a scale may differ where a query is shared
+        shapes = {"key": self.key.shape} if "key" in self.needs else {}
+        if self.needs & {"query", "scale"}:
+            shapes["toward"] = torch.Size((*batch, *query.shape[-2:]))
+        if self.bias is not None and "bias" in self.needs:
+            shapes["bias"] = self.bias.shape
+        self.made = {name: torch.zeros(shape, dtype=acc, device=CPU) for name, shape in shapes.items()}
         by_interval = len(x.terms) == 1 and x.terms[0].is_interval
         self.start, self.stop = (x.terms[0].start, x.terms[0].stop) if by_interval else (None, None)
         self.masked = bool(x.terms) and not by_interval
@@ -76,56 +71,50 @@ class _Side:
         shown = align(shown, self.query.dim() - 2, 2)
         return shown.expand(*shown.shape[:-2], rows.stop - rows.start, n_key)
 
-    def reach(self, at: tuple[int, ...], rows: slice, n_key: int) -> tuple[int, int]:
+    def reach(self, entry: tuple[int, ...], rows: slice, n_key: int) -> tuple[int, int]:
         """The first key that any of the rows sees, and one past the last."""
-        low = 0 if self.start is None else int(_entry(self.start, at)[rows].min())
-        high = n_key if self.stop is None else int(_entry(self.stop, at)[rows].max())
+        low = 0 if self.start is None else int(_entry(self.start, entry)[rows].min())
+        high = n_key if self.stop is None else int(_entry(self.stop, entry)[rows].max())
         return max(0, low), min(n_key, high)
 
-    def interval(self, bound: Tensor | None, at: tuple[int, ...], rows: slice, first: int) -> Tensor | None:
+    def interval(self, bound: Tensor | None, entry: tuple[int, ...], rows: slice, first: int) -> Tensor | None:
         if bound is None:
             return None
-        return (_entry(bound, at)[rows] - first).to(torch.int32).expand(rows.stop - rows.start).contiguous()
+        return (_entry(bound, entry)[rows] - first).to(torch.int32).expand(rows.stop - rows.start).contiguous()
 
-    def class_bias(self, at: tuple[int, ...], keys: slice) -> Tensor | None:
+    def class_bias(self, entry: tuple[int, ...], keys: slice) -> Tensor | None:
         if self.bias is None or not self.by_class:
             return None
-        return _entry(self.bias, at)[0, keys].contiguous()
+        return _entry(self.bias, entry)[0, keys].contiguous()
 
-    def write_scores(self, at: tuple[int, ...], rows: slice, keys: slice, seen: Tensor | None, to: Tensor) -> None:
-        logits_of(_entry(self.scaled, at)[rows].contiguous(), _entry(self.key, at)[keys], to)
+    def write_scores(self, entry: tuple[int, ...], rows: slice, keys: slice, seen: Tensor | None, to: Tensor) -> None:
+        write_logits(_entry(self.scaled, entry)[rows].contiguous(), _entry(self.key, entry)[keys], to)
         if self.bias is not None and not self.by_class:
-            to += cut(_entry(self.bias, at), rows, keys)
+            to += cut(_entry(self.bias, entry), rows, keys)
         if seen is not None:
-            to.masked_fill_(~_entry(seen, at)[:, keys], -math.inf)
+            to.masked_fill_(~_entry(seen, entry)[:, keys], -math.inf)
 
-    def add(self, at: tuple[int, ...], rows: slice, keys: slice, ds: Tensor) -> None:
+    def add(self, entry: tuple[int, ...], rows: slice, keys: slice, ds: Tensor) -> None:
         """Carry the gradient of some scores on to the operands."""
-        if self.toward is not None:
-            own = _entry(self.toward, at)[rows]
-            torch.mm(ds, _entry(self.key, at)[keys], out=own)
-        if self.grad_key is not None:
-            _entry(self.grad_key, at)[keys].addmm_(ds.t(), _entry(self.scaled, at)[rows])
-        if self.grad_bias is not None:
-            own = cut(_entry(self.grad_bias, at), rows, keys)
+        if "toward" in self.made:
+            torch.mm(ds, _entry(self.key, entry)[keys], out=_entry(self.made["toward"], entry)[rows])
+        if "key" in self.made:
+            _entry(self.made["key"], entry)[keys].addmm_(ds.t(), _entry(self.scaled, entry)[rows])
+        if "bias" in self.made:
+            own = cut(_entry(self.made["bias"], entry), rows, keys)
             own += ds.sum_to_size(own.shape)
 
     def gradients(self) -> dict[str, Tensor]:
-        out: dict[str, Tensor] = {}
-        if self.toward is not None and self.need["scale"]:
-            out["scale"] = (self.toward * self.query).sum(-1).sum_to_size(self.x.scale.shape)
-        if self.toward is not None and self.need["query"]:
-            plain = self.scaled is self.query
-            whole = self.toward if plain else self.toward.mul_(self.x.scale[..., None])
-            out["query"] = whole.sum_to_size(self.query.shape)
-        if self.grad_key is not None:
-            out["key"] = self.grad_key
-        if self.grad_bias is not None:
-            out["bias"] = self.grad_bias
-        return out
+        toward = self.made.pop("toward", None)
+        if toward is not None and "scale" in self.needs:
+            self.made["scale"] = (toward * self.query).sum(-1).sum_to_size(self.x.scale.shape)
+        if toward is not None and "query" in self.needs:
+            whole = toward if self.scaled is self.query else toward.mul_(self.x.scale[..., None])
+            self.made["query"] = whole.sum_to_size(self.query.shape)
+        return self.made
 
 
-def weighted_divergence(
+def divergences(
     p: Request,
     q: Request,
     kind: str,
@@ -150,55 +139,37 @@ def weighted_divergence(
     budget = _CACHED_BYTES if keys_fit else _CHUNK_BYTES
     chunks = min(n_query, max(1, -(-n_query * n_key * 2 * acc.itemsize // budget)))
     height = -(-n_query // chunks)
-    given = None if weight is None else sound(weight, "weight").contiguous()
+    given = None if weight is None else block(weight, "weight", (*batch, n_query), acc)
     with workspace(2 * height, n_key, acc) as matrix:
         for k in range(chunks):
             rows = slice(n_query * k // chunks, n_query * (k + 1) // chunks)
             n = rows.stop - rows.start
             seen = [side.mask(rows, n_key) for side in sides]
-            for at in itertools.product(*map(range, batch)):
-                reach = [side.reach(at, rows, n_key) for side in sides]
+            for entry in itertools.product(*map(range, batch)):
+                reach = [side.reach(entry, rows, n_key) for side in sides]
                 keys = slice(min(low for low, _ in reach), max(high for _, high in reach))
-                if keys.stop <= keys.start:  # nobody sees anything: one key that is hidden stands for all
+                if keys.stop <= keys.start:  # no row sees a key: one that is hidden stands for all
                     keys = slice(0, 1)
                 width = keys.stop - keys.start
                 scores = [matrix[:n, :width], matrix[height : height + n, :width]]
                 for side, mask, to in zip(sides, seen, scores, strict=True):
-                    side.write_scores(at, rows, keys, mask, to)
-                share = None if given is None else given[at][rows]
-                if not _run(sides, at, rows, keys, scores, kind, beta, share, record):
+                    side.write_scores(entry, rows, keys, mask, to)
+                bias = [side.class_bias(entry, keys) for side in sides]
+                bounds = [side.interval(b, entry, rows, keys.start) for side in sides for b in (side.start, side.stop)]
+                share = None if given is None else given[entry][rows]
+                packed = library.DIVERGENCE_ROWS.pack(
+                    n, width, scores[0].stride(0), scores[1].stride(0), record[0].numel(),
+                    CODES[acc], torch.get_num_threads(), KINDS.index(kind), *(bool(x.needs) for x in sides), 0, beta,
+                    *at(*scores, *bias, *bounds, share, record.movedim(0, -1)[entry][rows]),
+                )  # fmt: skip
+                if not library.run("divergence_rows", packed):
                     return None
                 for side, ds in zip(sides, scores, strict=True):
-                    if side.any:
-                        side.add(at, rows, keys, ds)
+                    if side.needs:
+                        side.add(entry, rows, keys, ds)
     grads = [side.gradients() for side in sides]
-    # a nan in a key that nobody sees has met a gradient of 0 in the products
+    # a nan in a key that no row sees has met a gradient of 0 in the products
     hidden = p.terms or q.terms or p.bias is not None or q.bias is not None
     if hidden and not all(bool(x.sum().isfinite()) for found in grads for x in found.values()):
         return None
     return Record(*record.unbind()), grads[0], grads[1]
-
-
-def _run(
-    sides: Sequence[_Side],
-    at: tuple[int, ...],
-    rows: slice,
-    keys: slice,
-    scores: Sequence[Tensor],
-    kind: str,
-    beta: float,
-    weight: Tensor | None,
-    record: Tensor,
-) -> bool:
-    """The rows of one chunk; False where something is not finite."""
-    n, width = scores[0].shape
-    bias = [side.class_bias(at, keys) for side in sides]
-    bounds = [side.interval(b, at, rows, keys.start) for side in sides for b in (side.start, side.stop)]
-    whole = math.prod(record.shape[1:])
-    own = record.movedim(0, -1)[at][rows]
-    packed = layout.DIVERGENCE_ROWS.pack(
-        n, width, scores[0].stride(0), scores[1].stride(0), whole,
-        CODES[record.dtype], torch.get_num_threads(), KINDS.index(kind), sides[0].any, sides[1].any, 0, beta,
-        *map(pointer, (*scores, *bias, *bounds, weight, own)),
-    )  # fmt: skip
-    return library.run("divergence_rows", packed)

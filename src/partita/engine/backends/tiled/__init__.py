@@ -7,35 +7,25 @@ they fit. `dense` is the same loop with a single tile.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partita.engine.backends.tiled.accumulator import Accumulator, view
-from partita.engine.backends.tiled.extremes import Extremes
+from partita.engine.backends.tiled import exact
+from partita.engine.backends.tiled.divergence import divergence, divergence_backward
 from partita.engine.backends.tiled.grid import Grid, choose_tile, tile_shape
-from partita.engine.backends.tiled.tile import Clean, Operands, gradients, scores, sums
+from partita.engine.backends.tiled.tile import Accumulator, Clean, Operands, gradients, scores, sums, view
 from partita.engine.request import Request
-from partita.engine.state import State
-from partita.engine.sums import Sums, Upstream
+from partita.engine.state import State, centre
+from partita.engine.sums import OPERANDS, SumGrads, Sums
 from partita.engine.terms import window_mask
+from partita.exactness import in_exact_rows
 
 __all__ = [
-    "always",
-    "backward",
-    "forward",
-    "score_tiles",
-    "scores_whole",
-    "second_order",
-    "tile_shape",
-]
-
-
-def always(request: Request) -> str | None:
-    """It serves whatever is asked."""
-    return None
+    "backward", "column_sums", "divergence", "divergence_backward", "forward", "score_tiles", "scores_whole",
+    "second_order", "tile_shape",
+]  # fmt: skip
 
 
 def _neutral(request: Request, n_query: int) -> State:
@@ -48,25 +38,36 @@ def _neutral(request: Request, n_query: int) -> State:
 
 @torch.no_grad()
 def forward(request: Request, *, whole: bool = False) -> Sums:
-    """State, target score, rank and ends of every row; `whole`: in a single tile."""
+    """State, target score, rank and best key of every row; `whole`: in a single tile."""
+    if in_exact_rows() and request.pairs is None and request.query.is_cpu:
+        return exact.forward(request, _forward)
+    return _forward(request, whole)
+
+
+def _forward(request: Request, whole: bool = False) -> Sums:
     clean, grid = Clean.of(request), Grid(request, choose_tile(request, whole))
     parts: list[Sums] = []
     for index, rows in enumerate(grid.rows):
         state = _neutral(request, rows.stop - rows.start)
-        target = None if request.target is None else torch.full_like(state.peak, -torch.inf)
-        ends = Extremes(state.peak) if request.extremes else None
+        target = None if request.target is None else _unmet(request.target[..., rows], request.n_key, state.peak)
+        best = _Best(state.peak) if request.argmax else None
         for cols, mask in grid.visit(index):
             x = clean.operands(rows, cols)
             s, mask, _ = scores(clean, x, rows, cols, mask)
             if target is not None and request.target is not None:
                 target = _pick(s, request.target[..., rows], cols, target)
-            if ends is not None:
-                ends.add(s, cols.start)
+            if best is not None:
+                best.add(s, cols.start)
             state = state.merge(sums(clean, x, s, mask, cols))
         rank = _rank(clean, grid, index, target) if request.rank and target is not None else None
         part = Sums.of(state, target, rank)
-        parts.append(part if ends is None else part._replace(least=ends.least, places=ends.places))
+        parts.append(part if best is None else part._replace(argmax=best.key))
     return _stack(parts).answering(request)
+
+
+def _unmet(target: Tensor, n_key: int, like: Tensor) -> Tensor:
+    """The score of a target whose tile has not come by: -inf; nan where no key has its number."""
+    return torch.full_like(like, -torch.inf).masked_fill_((target < 0) | (target >= n_key), torch.nan)
 
 
 def _pick(s: Tensor, target: Tensor, cols: slice, so_far: Tensor) -> Tensor:
@@ -76,6 +77,21 @@ def _pick(s: Tensor, target: Tensor, cols: slice, so_far: Tensor) -> Tensor:
     index = at.clamp(0, s.shape[-1] - 1)[..., None].expand(*so_far.shape, 1)
     found = s.expand(*so_far.shape, s.shape[-1]).gather(-1, index)[..., 0]
     return torch.where(inside, found, so_far)
+
+
+class _Best:
+    """The first key of the largest score of each row, tile by tile; a nan is the largest, as for torch."""
+
+    def __init__(self, like: Tensor):  # (*b, q)
+        self._score = torch.full_like(like, -torch.inf)
+        self.key = torch.full_like(like, -1, dtype=torch.int64)
+
+    def add(self, s: Tensor, first: int) -> None:
+        """A tile of scores, -inf where not visible, whose keys begin at `first`."""
+        top, at = s.expand(*self.key.shape, s.shape[-1]).max(-1)
+        better = (top > self._score) | (top.isnan() & ~self._score.isnan())
+        self._score = torch.where(better, top, self._score)
+        self.key = torch.where(better, at + first, self.key)
 
 
 def _rank(clean: Clean, grid: Grid, index: int, target_score: Tensor) -> Tensor:
@@ -88,7 +104,7 @@ def _rank(clean: Clean, grid: Grid, index: int, target_score: Tensor) -> Tensor:
         s, _, _ = scores(clean, clean.operands(rows, cols), rows, cols, mask)
         other = torch.arange(cols.start, cols.stop, device=s.device) != target[..., rows, None]
         rank += ((s > target_score[..., None]) & other).sum(-1)
-    return rank
+    return rank.masked_fill_((target[..., rows] < 0) | (target[..., rows] >= clean.request.n_key), -1)
 
 
 def _stack(parts: Sequence[Sums]) -> Sums:
@@ -100,21 +116,23 @@ def _stack(parts: Sequence[Sums]) -> Sums:
     return Sums(**rows)
 
 
-def _upstream(g: Upstream, rows: slice) -> Upstream:
-    return Upstream(
-        g.mass[..., rows],
-        g.first[..., rows],
-        g.second[..., rows],
-        None if g.moment is None else g.moment[..., rows, :],
-        None if g.target is None else g.target[..., rows],
-    )
+def _upstream(g: SumGrads, rows: slice) -> SumGrads:
+    return SumGrads(*[t if t is None else view("g_" + name, t, rows, rows) for name, t in g._asdict().items()])  # type: ignore[arg-type]
 
 
 @torch.no_grad()
 def backward(
-    request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool], *, whole: bool = False
+    request: Request, peak: Tensor, g: SumGrads, needs: Sequence[bool], *, whole: bool = False
 ) -> dict[str, Tensor]:
     """Gradients of (query, key, value, scale, bias), as far as needed, in the accumulation dtype."""
+    if in_exact_rows() and request.pairs is None and request.query.is_cpu:
+        return exact.backward(request, peak, g, needs, _backward)
+    return _backward(request, peak, g, needs, whole)
+
+
+def _backward(
+    request: Request, peak: Tensor, g: SumGrads, needs: Sequence[bool], whole: bool = False
+) -> dict[str, Tensor]:
     clean, grid = Clean.of(request), Grid(request, choose_tile(request, whole))
     level = peak.to(request.dtype)
     total = Accumulator(request, needs)
@@ -126,60 +144,35 @@ def backward(
     return total.total
 
 
-def second_order(
-    request: Request, peak: Tensor, g: Upstream, above: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Derivative of `backward`: gradients of the operands and of g, given those of its results.
+def second_order(request: Request, peak: Tensor, g: SumGrads, above: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Derivative of `backward`: gradients of the operands, and of g as "g_mass" and so on, given those of its results.
 
     With the peak held constant every sum over keys is a sum over tiles, so this too goes tile by tile.
     """
     clean, grid = Clean.of(request), Grid(request, choose_tile(request))
     level = peak.to(request.dtype)
-    given = Operands(request.query, request.key, request.value, request.scale, request.bias)
-    whole = {**_present(given), **{"g_" + name: t for name, t in _present(g).items()}}
-    total = {name: torch.zeros_like(t, dtype=request.dtype) for name, t in whole.items()}
+    if g.moment is None:  # the gradient of the value was 0, whatever the operands are
+        above = {name: t for name, t in above.items() if name != "value"}
+    whole = {name: t.to(request.dtype) for name, t in clean.tensors().items()}
+    whole |= {"g_" + name: t for name, t in g._asdict().items() if t is not None}
+    total = {name: torch.zeros_like(t) for name, t in whole.items()}
     for index, rows in enumerate(grid.rows):
-        gr = _upstream(g, rows)
         for cols, mask in grid.visit(index):
-            x = clean.operands(rows, cols)
-            inputs = {**_present(x), **{"g_" + name: t for name, t in _present(gr).items()}}
-            wanted = {name: view(name, t, rows, cols) for name, t in above.items()}
 
             def first_order(
                 given: dict[str, Tensor], rows: slice = rows, cols: slice = cols, mask: Tensor | None = mask
             ) -> dict[str, Tensor]:
-                xs = Operands(**{f.name: given.get(f.name) for f in fields(Operands)})  # type: ignore[arg-type]
-                gs = Upstream(**{f.name: given.get("g_" + f.name) for f in fields(Upstream)[:5]})  # type: ignore[arg-type]
-                part = _present(gradients(clean, xs, gs, level[..., rows], rows, cols, mask))
-                return {name: part[name] for name in above}
+                x = {name: view(name, t, rows, cols) for name, t in given.items()}
+                xs = Operands(*[x.get(name) for name in OPERANDS])  # type: ignore[arg-type]
+                gs = SumGrads(*[x.get("g_" + name) for name in SumGrads._fields])  # type: ignore[arg-type]
+                part = gradients(clean, xs, gs, level[..., rows], rows, cols, mask)
+                return {name: getattr(part, name) for name in above}
 
-            pull = torch.func.vjp(first_order, inputs)[1]
-            (back,) = pull(wanted)
-            for name, piece in back.items():
-                # added out of place: under vmap a piece may have a batch dimension the total lacks
-                total[name] = total[name] + _placed(name, piece, whole[name], rows, cols)
-    operands = {name: t for name, t in total.items() if not name.startswith("g_")}
-    return operands, {name[2:]: t for name, t in total.items() if name.startswith("g_")}
-
-
-def _placed(name: str, piece: Tensor, whole: Tensor, rows: slice, cols: slice) -> Tensor:
-    """A tile's piece in a tensor of the whole's size, zero elsewhere."""
-    over = (rows.start, whole.shape[-1] - rows.stop)  # of a row vector
-    if name in ("query", "g_moment"):
-        pad = (0, 0, rows.start, whole.shape[-2] - rows.stop)
-    elif name in ("key", "value"):
-        pad = (0, 0, cols.start, whole.shape[-2] - cols.stop)
-    elif name == "bias":
-        across = (0, 0) if whole.shape[-1] == 1 else (cols.start, whole.shape[-1] - cols.stop)
-        down = (0, 0) if whole.shape[-2] == 1 else (rows.start, whole.shape[-2] - rows.stop)
-        pad = (*across, *down)
-    else:
-        return torch.nn.functional.pad(piece, (0, 0) if whole.shape[-1] == 1 else over)
-    return torch.nn.functional.pad(piece, pad)
-
-
-def _present(group: Operands | Upstream) -> dict[str, Tensor]:
-    return {f.name: t for f in fields(group) if isinstance(t := getattr(group, f.name), Tensor)}
+            pull = torch.func.vjp(first_order, whole)[1]
+            (back,) = pull({name: view(name, t, rows, cols) for name, t in above.items()})
+            # added out of place: under vmap a piece may have a batch dimension the total lacks
+            total = {name: t + back[name] for name, t in total.items()}
+    return total
 
 
 # ---- the scores themselves ------------------------------------------------------------------------------------------
@@ -208,3 +201,21 @@ def scores_whole(request: Request) -> Tensor:  # (*b, Q, K)
     clean, mask = Clean.of(request), window_mask(request.terms, rows, cols, request.query.device)
     found = scores(clean, clean.operands(rows, cols), rows, cols, mask)[0]
     return found.expand(*request.batch, request.n_query, request.n_key)
+
+
+@torch.no_grad()
+def column_sums(
+    request: Request, peak: Tensor, weight: Tensor, shared: bool, *, whole: bool = False
+) -> Tensor:  # (*b, K)
+    """sum_i weight_i exp(s_ij - peak_i) of every key; `shared`: also over the last batch dimension, kept with size 1.
+
+    A row gives nothing to a key it does not see, whatever else is in it: not even its nan.
+    """
+    level = peak.to(request.dtype)
+    total = weight.new_zeros((*request.batch, request.n_key))
+    for rows, tiles in score_tiles(request, whole=whole):
+        own = weight[..., rows, None]
+        for cols, s in tiles:
+            given = torch.where(s.isneginf(), torch.zeros_like(s), own * centre(s, level[..., rows])[1])
+            total[..., cols] += given.sum(-2)
+    return total.sum(-2, keepdim=True) if shared else total

@@ -1,6 +1,7 @@
 """Which tiles a pass visits: empty ones are skipped, full ones need no mask.
 
-The extents of every term are read once, so that asking about a tile costs a few comparisons of plain integers.
+The extents of every term are read once, so that asking about a tile costs a few comparisons of plain integers. Those of
+a term on another device are not read, which would wait for it: each of its tiles gets its mask.
 """
 
 from __future__ import annotations
@@ -86,12 +87,18 @@ class _Extent:
 
     def __init__(self, term: Term, rows: Sequence[slice], cols: Sequence[slice]):
         self.term, self.rows, self.cols = term, rows, cols
+        self.unread = any(not t.is_cpu for t in term if isinstance(t, Tensor))
+        if self.unread:
+            return
         self.start = _bounds(term.start, rows)
         self.stop = _bounds(term.stop, rows)
         self.query = _bounds(term.query_segment, rows)
         self.key = _bounds(term.key_segment, cols)
+        self.skip = _bounds(term.skip, rows)
 
     def status(self, row: int, col: int) -> str:
+        if self.unread:
+            return "mixed"
         rows, cols = self.rows[row], self.cols[col]
         full = True
         if self.start is not None:
@@ -114,8 +121,9 @@ class _Extent:
             if not bool(part.any()):
                 return "empty"
             full = full and bool(part.all())
-        if self.term.hole:
-            full = full and (cols.stop <= rows.start or cols.start >= rows.stop)
+        if self.skip is not None:
+            low, high = self.skip[row]
+            full = full and (high < cols.start or low >= cols.stop)
         return "full" if full else "mixed"
 
 

@@ -14,20 +14,21 @@ weight as it is for torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from partita._checks import has_values
-from partita.engine.pairs import Pairs
+from partita.engine.callable_score import Pairs, parameter_names
 from partita.engine.request import Request
 from partita.engine.state import LOWEST, State, centre, divided
-from partita.engine.sums import Upstream
+from partita.engine.sums import OPERANDS, SumGrads
 from partita.engine.terms import cut
 from partita.precision import product
 
-__all__ = ["Clean", "Operands", "gradients", "pulled_back", "row_slice", "scores", "sums"]
+__all__ = ["Accumulator", "Clean", "Operands", "gradients", "pulled_back", "scores", "sums", "view"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,15 +90,15 @@ class Clean:
             return _against(query * scale[..., None], key.mT)
         return pairs(query, key) * scale[..., None]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The operands that there are."""
+        r = self.request
+        named = zip(OPERANDS, (self.query, self.key, self.value, r.scale, r.bias), strict=True)
+        return {name: t for name, t in named if t is not None}
+
     def operands(self, rows: slice, cols: slice) -> Operands:
-        request, dtype = self.request, self.request.dtype
-        return Operands(
-            self.query[..., rows, :].to(dtype),
-            self.key[..., cols, :].to(dtype),
-            None if self.value is None else self.value[..., cols, :].to(dtype),
-            row_slice(request.scale, rows),
-            None if request.bias is None else cut(request.bias, rows, cols).to(dtype),
-        )
+        cut = {name: view(name, t, rows, cols).to(self.request.dtype) for name, t in self.tensors().items()}
+        return Operands(*[cut.get(name) for name in OPERANDS])  # type: ignore[arg-type]
 
 
 def _finite(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -105,11 +106,6 @@ def _finite(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     if has_values(tensor) and bool(good.all()):
         return tensor, None
     return torch.where(good, tensor, torch.zeros_like(tensor)), ~good
-
-
-def row_slice(vector: Tensor, rows: slice) -> Tensor:
-    """Rows of a per-row vector; one of size 1 serves all rows."""
-    return vector if vector.shape[-1] == 1 else vector[..., rows]
 
 
 def _against(rows: Tensor, matrix: Tensor) -> Tensor:
@@ -184,12 +180,17 @@ def _poison(result: Tensor, given: Tensor, mask: Tensor | None, s: Tensor) -> Te
 
 
 def gradients(
-    clean: Clean, x: Operands, g: Upstream, peak: Tensor, rows: slice, cols: slice, mask: Tensor | None
+    clean: Clean, x: Operands, g: SumGrads, peak: Tensor, rows: slice, cols: slice, mask: Tensor | None
 ) -> Operands:
     """Gradients of a tile's operands, each in its operand's shape."""
     s, mask, slope = scores(clean, x, rows, cols, mask)
     c, e = centre(s, peak)
-    pull = (g.mass + g.first)[..., None] + c * ((g.first + 2 * g.second)[..., None] + c * g.second[..., None])
+    pull = (g.mass if g.first is None else g.mass + g.first)[..., None]
+    if g.second is not None:
+        slope_of_c = 2 * g.second if g.first is None else g.first + 2 * g.second
+        pull = pull + c * (slope_of_c[..., None] + c * g.second[..., None])
+    elif g.first is not None:
+        pull = pull + c * g.first[..., None]
     grad_value: Tensor | None = None
     if x.value is not None and g.moment is not None:
         pull = pull + _against(g.moment, x.value.mT)
@@ -238,3 +239,39 @@ def _through(pairs: Pairs, x: Operands, ds: Tensor) -> Operands:
     )
     of_scale = (ds * raw.detach()).sum(-1).sum_to_size(x.scale.shape)
     return Operands(grad_query, grad_key, None, of_scale, None, tuple(of_own))
+
+
+class Accumulator:
+    """Gradients of all operands, added up tile by tile in the accumulation dtype; those of a score's own come last."""
+
+    def __init__(self, request: Request, needs: Sequence[bool]):
+        r = request
+        own = () if r.pairs is None else r.pairs.parameters
+        self._own = parameter_names(len(own))
+        named = zip((*OPERANDS, *self._own), (r.query, r.key, r.value, r.scale, r.bias, *own), strict=True)
+        self.total: dict[str, Tensor] = {}
+        for (name, tensor), needed in zip(named, needs, strict=False):
+            if needed and tensor is not None:
+                self.total[name] = torch.zeros_like(tensor, dtype=r.dtype)
+
+    def add(self, part: Operands, rows: slice, cols: slice) -> None:
+        pieces = dict(zip(self._own, part.parameters or (), strict=False))
+        for name, total in self.total.items():
+            if name in pieces:
+                total += pieces[name]
+                continue
+            piece = getattr(part, name)
+            if piece is not None:
+                place = view(name, total, rows, cols)
+                place += piece
+
+
+def view(name: str, tensor: Tensor, rows: slice, cols: slice) -> Tensor:
+    """The part of an operand, or of an upstream gradient (g_...), that a tile reads."""
+    if name in ("query", "g_moment"):
+        return tensor[..., rows, :]
+    if name in ("key", "value"):
+        return tensor[..., cols, :]
+    if name == "bias":
+        return cut(tensor, rows, cols)
+    return tensor if tensor.shape[-1] == 1 else tensor[..., rows]

@@ -10,12 +10,12 @@ import importlib.util
 
 import torch
 
-from partita.engine.backends.one_term import too_large
+from partita.engine.backends.disjoint import too_large
 from partita.engine.backends.protocol import Backend
-from partita.engine.backends.triton.autotune import autotuned
 from partita.engine.backends.triton.launch import interpreted
 from partita.engine.backends.triton.losses import BOTH_WAYS, weighted_nll
 from partita.engine.backends.triton.reduce import backward, forward
+from partita.engine.backends.triton.tiles import autotuned
 from partita.engine.request import Request
 
 __all__ = ["BACKEND", "why_not"]
@@ -51,23 +51,22 @@ def why_not(request: Request) -> str | None:
     return too_large(r)
 
 
-def _unasked(request: Request) -> str | None:
+def _skip_in_auto(request: Request) -> str | None:
     """The interpreter is there to be tested, not to be used."""
     if request.query.device.type == "cpu":
         return "it serves CPU tensors in Triton's interpreter, slowly, and only if it is named"
-    if request.extremes:
-        return "it does not look for the best and the worst key"
+    if request.argmax:
+        return "it does not look for the best key"
     return None
 
 
 BACKEND = Backend(
     "triton",
-    "but another was asked for",
     why_not,
     autotuned(forward),
     autotuned(backward),
     weighted_nll=weighted_nll,
     both_ways=BOTH_WAYS,
     why_no_loss=_why_not_here,
-    unasked=_unasked,
+    skip_in_auto=_skip_in_auto,
 )

@@ -1,7 +1,7 @@
 """From a request to the launch of a kernel: addresses, strides, switches, grid.
 
-A `Launch` holds everything a kernel is called with and nothing of Triton, which is imported when one runs: a compiler
-can be asked about it without a device.
+A `Launch` holds everything a kernel is called with and nothing of Triton, which is imported when one runs: it can be
+compiled without a device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from partita.engine.backends.triton.tiles import INTERPRETER, Tile
 from partita.engine.request import Request
 from partita.engine.terms import Term
 
-__all__ = ["Laid", "Launch", "Operands", "interpreted", "named", "padded", "target_of"]
+__all__ = ["Strided", "Launch", "Operands", "interpreted", "named", "padded", "target_of"]
 
 _KERNELS = "partita.engine.backends.triton.kernels"
 _INT32 = 2**31 - 1
@@ -33,6 +33,7 @@ _CACHED = 4096  # batch entries of a table that is kept for the next call
 _TAIL = {
     "query": 2, "key": 2, "value": 2, "scale": 1, "bias": 2, "target": 1, "start": 1, "stop": 1,
     "query_segment": 1, "key_segment": 1, "mask": 2, "moment": 2,
+    "skip": 1,
 }  # fmt: skip  # dimensions after those of the batch, in the order of the rows of `offsets`
 
 
@@ -51,8 +52,8 @@ def target_of(device: torch.device) -> str:
 
 
 def _allows_tf32() -> bool:
-    """Whether products of float32 may be rounded to tf32, asked as this torch wants it: the older question raises in
-    a newer one where both ways of answering it were used."""
+    """Whether products of float32 may be rounded to tf32, by the setting that this torch has: the older one
+    raises in a newer torch where both were used."""
     matmul = torch.backends.cuda.matmul
     chosen = getattr(matmul, "fp32_precision", None)
     return bool(matmul.allow_tf32) if chosen is None else chosen == "tf32"
@@ -63,8 +64,8 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-class Laid(NamedTuple):
-    """A tensor as it lies: its address, and how far apart two rows and two columns are; 0 where one serves all."""
+class Strided(NamedTuple):
+    """A tensor: its memory, and the strides of its rows and columns; 0 where one serves all."""
 
     at: Tensor
     row: int
@@ -115,7 +116,7 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """A request's tensors as kernels take them: any strides as they lie, batch entries as a table of offsets."""
+    """A request's tensors as kernels take them: any strides in place, batch entries as a table of offsets."""
 
     request: Request
     term: Term | None
@@ -124,13 +125,9 @@ class Operands:
 
     @staticmethod
     def of(request: Request, term: Term | None, moment: Tensor | None = None) -> Operands:
-        given: dict[str, Tensor | None] = {
-            name: getattr(request, name) for name in ("query", "key", "value", "scale", "bias", "target")
-        }
-        for name in ("start", "stop", "query_segment", "key_segment", "mask"):
-            given[name] = None if term is None else getattr(term, name)
-        given["moment"] = moment
-        tensors = {name: None if t is None else t.resolve_conj().resolve_neg() for name, t in given.items()}
+        given = {name: getattr(request, name) for name in ("query", "key", "value", "scale", "bias", "target")}
+        given |= {**(term or Term())._asdict(), "moment": moment}
+        tensors = {name: None if (t := given[name]) is None else t.resolve_conj().resolve_neg() for name in _TAIL}
         mask = tensors["mask"]
         tensors["mask"] = None if mask is None else mask.view(torch.uint8)
         return Operands(request, term, request.batch, tensors)
@@ -142,26 +139,26 @@ class Operands:
     def table(self) -> Tensor:
         """(operands, B) int64: where each batch entry of each operand begins, in elements; 0 for what is absent."""
         dims = len(self.batch)
-        lies = tuple(
+        found = tuple(
             None if t is None else (tuple(t.shape[:dims]), tuple(t.stride()[:dims])) for t in self.tensors.values()
         )
-        return _table(self.batch, lies, self.request.query.device)
+        return _table(self.batch, found, self.request.query.device)
 
     def arguments(self) -> Any:
-        """Every operand as it lies, the table and the sizes, by the names that all kernels have for them."""
-        lies = {name: self._lies(name) for name in self.tensors if name != "moment"}
+        """Every operand, the table and the sizes, by the names that all kernels have for them."""
+        found = {name: self._strided(name) for name in self.tensors if name != "moment"}
         n_query, n_key = self.request.n_query, self.request.n_key  # side by side behind an address: read as one
-        return named(**lies, offsets=self.table(), n_query=n_query, n_key=n_key, n_batch=self.n_batch)
+        return named(**found, offsets=self.table(), n_query=n_query, n_key=n_key, n_batch=self.n_batch)
 
-    def _lies(self, name: str) -> Laid | None:
+    def _strided(self, name: str) -> Strided | None:
         t, tail = self.tensors[name], _TAIL[name]
         if t is None:
             return None
-        return Laid(t, *(0 if n == 1 else s for n, s in zip(t.shape[-tail:], t.stride()[-tail:], strict=True)))
+        return Strided(t, *(0 if n == 1 else s for n, s in zip(t.shape[-tail:], t.stride()[-tail:], strict=True)))
 
     def switches(self) -> dict[str, Any]:
         """What is constant in a kernel because of this request."""
-        r, term = self.request, self.term
+        r, term = self.request, self.term or Term()
         bias = 0 if r.bias is None else 1 if r.bias.shape[-1] == 1 else 2 if r.bias.shape[-2] == 1 else 3
         acc = str(r.dtype).removeprefix("torch.")
         low = str(r.query.dtype).removeprefix("torch.")
@@ -175,11 +172,11 @@ class Operands:
             "BIAS": bias,
             "SOFTCAP": r.softcap or 0.0,
             "CAP_BIAS": r.cap_bias,
-            "START": term is not None and term.start is not None,
-            "STOP": term is not None and term.stop is not None,
-            "SEGMENT": term is not None and term.query_segment is not None,
-            "MASK": term is not None and term.mask is not None,
-            "HOLE": term is not None and term.hole,
+            "START": term.start is not None,
+            "STOP": term.stop is not None,
+            "SEGMENT": term.query_segment is not None,
+            "MASK": term.mask is not None,
+            "SKIP": term.skip is not None,
             "ACC": acc,
             # the interpreter keeps bfloat16 as whole numbers, and would multiply those
             "DOT": "float32" if low == "bfloat16" and interpreted() else low,
@@ -208,27 +205,27 @@ class Operands:
         return _members(self.batch, shared, self.request.query.device)
 
 
-def _make_table(batch: tuple[int, ...], lies: Sequence[Any], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        nowhere = torch.zeros(math.prod(batch), dtype=torch.int64, device=_CPU)
-        return torch.stack([nowhere if x is None else offsets(batch, *x) for x in lies]).to(device)
+def _kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same table again for the batches seen last, unless it is a long one."""
+    cached = functools.lru_cache(maxsize=64)(make)
+
+    @functools.wraps(make)
+    def table(batch: tuple[int, ...], *rest: Any) -> Tensor:
+        with torch.inference_mode(False):
+            return (cached if math.prod(batch) <= _CACHED else make)(batch, *rest)
+
+    return table
 
 
-def _make_members(batch: tuple[int, ...], shared: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        entries = torch.arange(math.prod(batch), dtype=torch.int32, device=_CPU).view(batch)
-        inner = [i for i, n in enumerate(shared) if n == 1]
-        outer = [i for i, n in enumerate(shared) if n != 1]
-        return entries.permute([*outer, *inner]).reshape(math.prod(shared), -1).contiguous().to(device)
+@_kept
+def _table(batch: tuple[int, ...], laid: Sequence[Any], device: torch.device) -> Tensor:
+    nowhere = torch.zeros(math.prod(batch), dtype=torch.int64, device=_CPU)
+    return torch.stack([nowhere if x is None else offsets(batch, *x) for x in laid]).to(device)
 
 
-_kept_table = functools.lru_cache(maxsize=64)(_make_table)
-_kept_members = functools.lru_cache(maxsize=64)(_make_members)
-
-
-def _table(batch: tuple[int, ...], lies: Sequence[Any], device: torch.device) -> Tensor:
-    return (_kept_table if math.prod(batch) <= _CACHED else _make_table)(batch, lies, device)
-
-
+@_kept
 def _members(batch: tuple[int, ...], shared: tuple[int, ...], device: torch.device) -> Tensor:
-    return (_kept_members if math.prod(batch) <= _CACHED else _make_members)(batch, shared, device)
+    entries = torch.arange(math.prod(batch), dtype=torch.int32, device=_CPU).view(batch)
+    inner = [i for i, n in enumerate(shared) if n == 1]
+    outer = [i for i, n in enumerate(shared) if n != 1]
+    return entries.permute([*outer, *inner]).reshape(math.prod(shared), -1).contiguous().to(device)

@@ -33,7 +33,7 @@ _TILE_ROWS, _TILE_COLUMNS = 16, 128  # of column sums and of a gradient
 
 
 def _kernels() -> Any:
-    return importlib.import_module("partita.engine.backends.triton.kernels.losses")  # triton, when it is asked for
+    return importlib.import_module("partita.engine.backends.triton.kernels.losses")  # imports triton
 
 
 def _wide(a: Tensor, b: Tensor) -> Tensor:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from partita._checks import broadcast
-from partita.engine.backends import tiled
-from partita.engine.backends.one_term import one_term
-from partita.engine.backends.parts import backward_parts, forward_parts, parts
-from partita.engine.backends.triton import decode
-from partita.engine.backends.triton.launch import Laid, Launch, Operands, named, padded, target_of
+from partita.engine.backends.disjoint import added, forward_each, one_term, split_request
+from partita.engine.backends.triton.launch import Launch, Operands, Strided, interpreted, named, padded, target_of
 from partita.engine.backends.triton.tiles import Tile, careful, tile
 from partita.engine.request import Request
-from partita.engine.sums import OPERANDS, Sums, Upstream
-from partita.engine.terms import Term
+from partita.engine.sums import OPERANDS, SumGrads, Sums
+from partita.engine.terms import TAIL, Term
+from partita.exactness import in_exact_rows
 
-__all__ = ["backward", "forward"]
+__all__ = ["FEW", "backward", "fold", "forward", "key_parts", "unfold"]
 
 
 def _nothing(request: Request) -> bool:
@@ -35,9 +34,9 @@ def _width(request: Request) -> int:
 
 
 def _crowded(request: Request, term: Term | None) -> bool:
-    """Whether a tile of scores has more beside it than intervals."""
+    """Whether a tile of scores needs more per score than intervals."""
     r = request
-    rare = term is not None and (term.query_segment is not None or term.mask is not None or term.hole)
+    rare = term is not None and (term.query_segment is not None or term.mask is not None or term.skip is not None)
     return rare or r.bias is not None or r.target is not None or r.softcap is not None
 
 
@@ -49,30 +48,26 @@ def _empty_as(request: Request, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=query.device)
 
 
-def forward(request: Request) -> Sums:
-    if _nothing(request) or request.extremes:
-        return tiled.forward(request)
-    found = parts(request) if len(request.terms) > 1 else None
-    sums = _folded(request) if found is None else forward_parts(request, found, _folded)
-    assert sums is not None  # a kernel gives an answer, whatever it is asked
-    return sums
+def forward(request: Request) -> Sums | None:
+    return None if _nothing(request) or request.argmax else forward_each(request, _folded)
 
 
 def _folded(request: Request) -> Sums:
-    folded = decode.fold(request)
-    return _forward(request) if folded is None else decode.unfold(_forward(folded))
+    folded = None if in_exact_rows() else fold(request)
+    return _forward(request) if folded is None else unfold(_forward(folded))
 
 
 def _forward(r: Request) -> Sums:
     rows, device = (*r.batch, r.n_query), r.query.device
     level = r.level
     aimed, ranked, width = r.target is not None, r.rank and r.target is not None, _width(r)
-    few = r.n_query <= decode.FEW
+    exact = in_exact_rows()  # then no tile and no split depends on how many rows or programs there are
+    few = r.n_query <= FEW and not exact
     term = one_term(r)
     kind = "decode" if few else "forward"
-    shape = tile(kind, width, r.query.dtype, level, target_of(device), _crowded(r, term))
+    shape = tile(kind, width, r.query.dtype, level, target_of(device), exact or _crowded(r, term))
     programs = -(-r.n_query // shape.rows) * math.prod(r.batch)
-    split = 1 if ranked else decode.parts(programs, r.n_key, shape.keys, device)
+    split = 1 if ranked or exact else key_parts(programs, r.n_key, shape.keys, device)
 
     def empty(there: bool, *lead: int, dtype: torch.dtype = r.dtype) -> Tensor | None:
         return torch.empty((*lead, *rows), dtype=dtype, device=device) if there else None
@@ -85,14 +80,14 @@ def _forward(r: Request) -> Sums:
         "spread": empty(level > 1),
         "target_score": empty(aimed),
     }
-    beside: dict[str, Any] = {"statistics": empty(level > 0, 5), "rank": empty(ranked, dtype=torch.int64)}
+    extra: dict[str, Any] = {"statistics": empty(level > 0, 5), "rank": empty(ranked, dtype=torch.int64)}
     moment = None if r.value is None else _empty_as(r, (*rows, r.value.shape[-1]))
     given = Operands.of(r, term, moment)
-    lies = None if moment is None else Laid(moment, moment.stride(-2), moment.stride(-1))
-    whole = to = named(**found, **beside, moment=lies)
+    laid = None if moment is None else Strided(moment, moment.stride(-2), moment.stride(-1))
+    whole = to = named(**found, **extra, moment=laid)
     if split > 1:  # raw sums of each part
         raw = {name: empty(x is not None, split) for name, x in found.items()}
-        part = None if moment is None else Laid(moment.new_empty((split, *moment.shape)), moment.shape[-1], 1)
+        part = None if moment is None else Strided(moment.new_empty((split, *moment.shape)), moment.shape[-1], 1)
         to = named(**raw, moment=part)
     arguments: dict[str, Any] = {
         "o": given.arguments(),
@@ -100,17 +95,69 @@ def _forward(r: Request) -> Sums:
         "flags": None if moment is None else torch.empty(programs * split, dtype=torch.int32, device=device),
         "split_keys": -(-r.n_key // (split * shape.keys)) * shape.keys,
     }
-    asked = {"LEVEL": level, "TARGET": aimed}
-    switches = given.switches() | asked | {"RANK": ranked, "SPLIT": split > 1, "MEAN": r.mean and split == 1}
+    wanted = {"LEVEL": level, "TARGET": aimed}
+    switches = given.switches() | wanted | {"RANK": ranked, "SPLIT": split > 1, "MEAN": r.mean and split == 1}
     _twice("forward.forward", shape, r.n_query, given.n_batch * split, arguments, switches, device, moment is not None)
     if split > 1:
         sizes = {"n_batch": given.n_batch, "n_query": r.n_query, "parts": split}
-        constant = {name: switches[name] for name in ("V", "BLOCK_V", "VALUE", "ACC")} | asked
+        constant = {name: switches[name] for name in ("V", "BLOCK_V", "VALUE", "ACC")} | wanted
         constant |= {"MEAN": r.mean, "BLOCK_M": shape.rows}
         merging = {"raw": to, "out": whole, "offsets": given.table(), **sizes}
         Launch("decode.merge", programs, merging, constant, shape).run(device)
-    sums = Sums(**found, **beside)
+    sums = Sums(**found, **extra)
     return sums._replace(mean=moment) if r.mean else sums._replace(moment=moment)
+
+
+# ---- few rows against many keys: heads become rows of one tile, keys are shared out over programs -------------------
+
+FEW = 16  # rows that one tile of the decode kernel holds
+_TILES = 4  # tiles of keys that a part has at least: below, starting it costs more than its work
+_PRETENDED = 4  # processors of the interpreter, which has none
+
+
+def fold(request: Request) -> Request | None:
+    """One query per head, heads that share their keys: the heads as rows; None where that does not hold."""
+    r = request
+    if r.n_query != 1 or r.query.dim() < 3 or r.query.shape[-3] == 1 or r.key.shape[-3] != 1 or len(r.terms) > 1:
+        return None
+    if r.value is not None and r.value.shape[-3] != 1:
+        return None
+    for term in r.terms:
+        if term.key_segment is not None and term.key_segment.shape[-2] != 1:
+            return None
+
+    def turned(tensor: Tensor | None, tail: int) -> Any:
+        return None if tensor is None else tensor.transpose(-1 - tail, -tail)
+
+    def by_slot(slot: str, tensor: Tensor) -> Tensor:
+        found: Tensor = tensor if slot == "key_segment" else turned(tensor, TAIL[slot])
+        return found
+
+    terms = tuple(term.each(by_slot) for term in r.terms)
+    bias, target = turned(r.bias, 2), turned(r.target, 1)
+    query, scale = r.query.transpose(-3, -2), r.scale.transpose(-2, -1)
+    return replace(r, query=query, scale=scale, bias=bias, target=target, terms=terms, as_query=False)
+
+
+def unfold(sums: Sums) -> Sums:
+    """The rows of a folded request as heads again."""
+    by_value = ("moment", "mean")
+    made: dict[str, Any] = {
+        name: x if x is None else x.transpose(-3, -2) if name in by_value else x.transpose(-2, -1)
+        for name, x in sums._asdict().items()
+    }
+    return Sums(**made)
+
+
+def key_parts(programs: int, n_key: int, keys: int, device: torch.device) -> int:
+    """How many parts the keys are cut into, so that every processor has something to do; 1 where rows suffice."""
+    processors = _PRETENDED
+    if device.type == "cuda" and not interpreted():
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(2 * processors // programs, n_key // (_TILES * keys)))
+
+
+# ---- launching ------------------------------------------------------------------------------------------------------
 
 
 def _twice(
@@ -132,17 +179,16 @@ def _twice(
         Launch(kernel, -(-owned // own) * entries, arguments, switches | constant, run).run(device)
 
 
-def _boost(g: Upstream) -> Tensor:
+def _boost(g: SumGrads) -> Tensor:
     """A power of two that makes the largest gradient about 1: float16 would lose what is 1e-7 of nothing much."""
-    largest = [x.abs().amax() for x in (g.mass, g.first, g.second, g.moment, g.target) if x is not None]
+    largest = [x.abs().amax() for x in g if x is not None]
     top = torch.stack(largest).amax()
     power = torch.floor(torch.log2(top)).clamp(-100, 100)  # 2^-power must be a number, too
     return torch.where(top.isfinite() & (top > 0), torch.exp2(-power), torch.ones_like(top))
 
 
-def _times(g: Upstream, factor: Tensor) -> Upstream:
-    moment, target = (None if x is None else x * factor for x in (g.moment, g.target))
-    return Upstream(g.mass * factor, g.first * factor, g.second * factor, moment, target, g.level)
+def _times(g: SumGrads, factor: Tensor) -> SumGrads:
+    return SumGrads(*[None if x is None else x * factor for x in g])  # type: ignore[arg-type]
 
 
 def _row_bounds(term: Term, n_query: int, n_key: int, batch: tuple[int, ...], shape: Tile) -> Tensor:
@@ -167,20 +213,13 @@ def _row_bounds(term: Term, n_query: int, n_key: int, batch: tuple[int, ...], sh
     return torch.stack([first, last], -1).expand(*batch, across, 2).contiguous()
 
 
-def backward(request: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+def backward(request: Request, peak: Tensor, g: SumGrads, needs: Sequence[bool]) -> dict[str, Tensor] | None:
     if _nothing(request):
-        return tiled.backward(request, peak, g, needs)
-
-    def one(part: Request) -> dict[str, Tensor]:
-        return _backward(part, peak, g, needs)
-
-    found = parts(request) if len(request.terms) > 1 else None
-    grads = one(request) if found is None else backward_parts(found, one)
-    assert grads is not None
-    return grads
+        return None
+    return added(_backward(part, peak, g, needs) for part in split_request(request) or (request,))
 
 
-def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> dict[str, Tensor]:
+def _backward(r: Request, peak: Tensor, g: SumGrads, needs: Sequence[bool]) -> dict[str, Tensor]:
     wanted = {name for name, needed in zip(OPERANDS, needs, strict=True) if needed and getattr(r, name) is not None}
     device, batch, K = r.query.device, r.batch, r.n_key
     given = Operands.of(r, one_term(r))
@@ -191,8 +230,8 @@ def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> d
     upstream = named(
         peak=peak.contiguous(),
         mass=g.mass.contiguous(),
-        first=g.first.contiguous(),
-        second=g.second.contiguous(),
+        first=None if g.first is None else g.first.contiguous(),
+        second=None if g.second is None else g.second.contiguous(),
         # a factor of products, as the others are: rounded once, and not for every tile that reads it
         moment=None if g.moment is None else g.moment.to(r.query.dtype).contiguous(),
         target=None if not aimed or g.target is None else g.target.contiguous(),
@@ -203,7 +242,7 @@ def _backward(r: Request, peak: Tensor, g: Upstream, needs: Sequence[bool]) -> d
     made: dict[str, Tensor] = {}
 
     def shaped(kind: str) -> Tile:
-        return tile(kind, dim, r.query.dtype, switches["LEVEL"], target, _crowded(r, given.term))
+        return tile(kind, dim, r.query.dtype, switches["LEVEL"], target, in_exact_rows() or _crowded(r, given.term))
 
     def empty(name: str, *shape: int) -> Tensor | None:
         if name not in wanted:

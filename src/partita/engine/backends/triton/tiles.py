@@ -1,32 +1,36 @@
 """How large the tiles of a kernel are, and on how many warps they run.
 
-Chosen by what kernels need when they are compiled ahead of time (docs/gpu-resources.md has every number), since no
-device was at hand. The reasons, in the order in which they count:
+Chosen by what kernels need when they are compiled ahead of time (docs/gpu-resources.md has every number), without a
+device. The reasons, the most important first:
 
-- It must fit: no spill on sm_80 and sm_90 up to 128 features whatever is asked, and shared memory that the device has
-  (MI300: 64 KiB).
-- Rows are shared out over warps, 16 to a warp (sm_80) or 64 to four (sm_90). Eight warps on 64 rows would compute
-  every exponential twice: 64 rows get 4 warps, 128 get 8. On MI300, 8 warps have half as many registers each.
-- Then the larger tile: what is done once per row and tile (peaks, shrinking sums) is shared by more keys, and a tile
-  of keys is read by more rows. The variance costs registers; the tiles are those that it allows.
-- Backward passes hold two sums and two products at once: over rows 16 to 64 keys at a time, since a warp's 16 rows of
-  query and upstream gradient already take a quarter of its registers; over keys 64 by 64 on eight warps.
-- A mask, segments, a bias or a target lie beside every score: such requests have rows of their own where it matters.
-- float32 products are made of ordinary multiplications at NVIDIA (tf32 would not be float32): small tiles, since all of
-  it is unrolled into registers, on eight warps, and two stages: without a pipeline the compiler spills.
+- It must fit: no spill up to 128 features, and shared memory that the device has (MI300: 64 KiB).
+- 16 rows to a warp (sm_80), 64 to four (sm_90): eight warps on 64 rows would compute every exponential twice.
+- Then the larger tile: work per row and tile is shared by more keys, and a tile of keys is read by more rows.
+- Backward passes hold two sums and two products at once: 16 to 64 keys at a time over rows, 64 by 64 over keys.
+- A mask, segments, a bias or a target take registers for every score: `_CROWDED`.
+- float32 products are unrolled into registers at NVIDIA (tf32 would not be float32): small tiles, eight warps.
 
-PARTITA_TRITON_AUTOTUNE=1 asks the device instead (`autotune`).
+PARTITA_TRITON_AUTOTUNE=1 measures instead: the first call of each kind times the candidates, and the process keeps the
+fastest; another tile rounds otherwise. It is not Triton's own autotuner, which sets arguments of a kernel: here a tile
+also decides the grid, and how many programs leave a flag for the careful pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["INTERPRETER", "Key", "Tile", "candidates", "careful", "keep", "tabled", "tile", "tuning"]
+from partita.engine.request import Request
+
+__all__ = ["INTERPRETER", "Key", "Tile", "autotuned", "candidates", "careful", "tabled", "tile"]
+
+_Result = TypeVar("_Result")
 
 INTERPRETER = "interpreter"  # the target where kernels run in Python, on the CPU
 
@@ -85,28 +89,26 @@ _CROWDED = {
     ("backward_rows", 16, "sm_90"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(32, 32, 4, 1)),
     ("backward_keys", 16, "sm_90"): (Tile(32, 64, 4, 1), Tile(16, 64, 4, 1), Tile(32, 32, 4, 1)),
 }
-# Where a device has no row of its own: the most alike, smaller one.
+# Where a device has no row of its own: the most similar, smaller one.
 _ALIKE = {"sm_100": "sm_90", "sm_90": "sm_80", "gfx942": "sm_80"}
-_BESIDE = (
+_OTHERS = (
     Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3),
     Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1),
 )  # fmt: skip  # to try on a device
 
 _tuned: dict[Key, Tile] = {}
-_asked: list[dict[Key, Tile]] = []
+_taken: set[Key] = set()  # since it was cleared
 
 
 def tile(kind: str, dim: int, dtype: torch.dtype, level: int, target: str, crowded: bool = False) -> Tile:
-    """The tile of a kernel: what the device was found to like, or the table's.
+    """The tile of a kernel: the fastest on the device, where that was measured, or the table's.
 
     >>> tile("forward", 64, torch.bfloat16, 0, "sm_80")
     Tile(rows=128, keys=64, warps=8, stages=3)
     """
     key = Key(kind, dim, dtype, level, target, crowded)
-    found = _tuned.get(key) or tabled(key)
-    for wanted in _asked:
-        wanted[key] = found
-    return found
+    _taken.add(key)
+    return _tuned.get(key) or tabled(key)
 
 
 def tabled(key: Key) -> Tile:
@@ -142,23 +144,39 @@ def candidates(key: Key) -> tuple[Tile, ...]:
     if key.target == INTERPRETER:
         return (tabled(key), Tile(16, 16, 1, 1))
     rows = (16,) if key.kind == "decode" else (32, 64, 128)
-    return (tabled(key), *(t for t in _BESIDE if t.rows in rows and t != tabled(key)))
+    return (tabled(key), *(t for t in _OTHERS if t.rows in rows and t != tabled(key)))
 
 
-def keep(key: Key, found: Tile) -> None:
-    """From now on, this is the tile."""
-    _tuned[key] = found
+def autotuned(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """A pass, or its backward, that measures the candidates of its tiles before it first runs, where that is on."""
+
+    @functools.wraps(function)
+    def call(request: Request, *rest: Any) -> _Result:
+        if os.environ.get("PARTITA_TRITON_AUTOTUNE", "0") == "1":
+            _taken.clear()
+            function(request, *rest)
+            for key in _taken - _tuned.keys():
+                times = {}
+                for each in candidates(key):
+                    _tuned[key] = each
+                    # triton has errors of its own: too much shared memory, a shape that it cannot multiply
+                    with contextlib.suppress(Exception):
+                        times[each] = _seconds(lambda: function(request, *rest), request.query.device)
+                _tuned[key] = min(times, key=times.__getitem__, default=tabled(key))
+        return function(request, *rest)
+
+    return call
 
 
-@contextmanager
-def tuning() -> Iterator[dict[Key, Tile]]:
-    """Collects the tiles that are asked for inside, and were not tuned before."""
-    wanted: dict[Key, Tile] = {}
-    before = set(_tuned)
-    _asked.append(wanted)
-    try:
-        yield wanted
-    finally:
-        _asked.remove(wanted)
-        for key in before & set(wanted):
-            del wanted[key]
+_ROUNDS = 5  # of which the fastest counts; one before them compiles
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(1 + _ROUNDS):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

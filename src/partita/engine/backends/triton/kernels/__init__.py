@@ -1,1 +1,1 @@
-"""Functions that Triton compiles: nothing here is imported until a GPU tensor asks, or the interpreter is on."""
+"""Functions that Triton compiles: nothing here is imported until a GPU tensor is served, or the interpreter is on."""

@@ -3,13 +3,13 @@
     s2 = log2(e) (softcap(scale <query, key>) + bias)        -inf where a row does not see a key
 
 Scores are in base 2, since a GPU has exp2 and no exp: one multiplication less for every score. What leaves a kernel is
-natural again. Legend: M rows of a tile, N its keys. A tile may lie either way: what belongs to rows stands beside it as
-(M, 1) and what belongs to keys as (1, N), or, where rows lie ACROSS, as (1, M) and (N, 1); `cols` come as they stand.
+natural again. Legend: M rows of a tile, N its keys. A tile has either orientation: what belongs to rows has shape
+(M, 1) and what belongs to keys (1, N), or, where rows are ACROSS, (1, M) and (N, 1); `cols` already have theirs.
 
 The operands `o`, and what `rows` and `keys` bring, are those of `sides`. The switches S are constexprs, so what
-is not asked for costs nothing:
+is not wanted costs nothing:
     BIAS          0 none, 1 by row, 2 by key, 3 dense          CAP_BIAS    it is added before the softcap
-    START, STOP   row intervals       SEGMENT  ids             MASK, HOLE  as in `engine.terms`
+    START, STOP   row intervals       SEGMENT  ids             MASK, SKIP  as in `engine.terms`
     SOFTCAP       0.0 is none         PRECISION                of float32 products: ieee or tf32
 """
 
@@ -41,7 +41,7 @@ def tanh(x):
 
 @triton.jit
 def beside(x, ACROSS: tl.constexpr):
-    """A number for each row, as it stands beside a tile of scores."""
+    """A number for each row, in the shape that broadcasts over a tile of scores."""
     if ACROSS:
         return x[None, :]
     else:
@@ -65,8 +65,8 @@ def visibility(o, rows, keys, cols, S: tl.constexpr, ACROSS: tl.constexpr):
     if S.MASK:
         shown = tl.load(keys.mask + own * o.mask.row + cols * o.mask.col, mask=inside, other=0)
         seen = seen & (shown != 0)
-    if S.HOLE:
-        seen = seen & (own != cols)
+    if S.SKIP:
+        seen = seen & (cols != beside(rows.skip, ACROSS))
     return seen
 
 
@@ -83,7 +83,7 @@ def any_of(seen, ASKED: tl.constexpr):
 def scores(left, right, seen, o, rows, keys, cols, S: tl.constexpr, ACROSS: tl.constexpr):
     """Scores of a tile in base 2, -inf where nothing is seen or a bias is -inf, and the softcap's slope.
 
-    Whoever asks later what is seen asks the scores: a mask that is kept takes registers.
+    Later, visibility is read off the scores: a mask that is kept takes registers.
     """
     scale, own = beside(rows.scale, ACROSS), beside(rows.at, ACROSS)
     product = tl.dot(left, right, input_precision=S.PRECISION, out_dtype=S.ACC)

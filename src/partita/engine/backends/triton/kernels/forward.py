@@ -1,7 +1,7 @@
 """One pass over the keys for a tile of rows: the sums of `engine.state`, merged tile by tile, and their read-out.
 
 Legend: M rows of a tile, N its keys, D features, V value features; B batch entries. The operands `o` are those of
-`sides`; `out` is where each sum goes. The switches S, besides those of `common`:
+`sides`; `out` is where each sum goes. The switches S, in addition to those of `common`:
 
     LEVEL    0: log Z and E[value]    1: also first moments (entropy, mean)    2: also the spread (variance)
     CAREFUL  False: the usual pass; leaves a flag where a moment is not finite
@@ -11,7 +11,7 @@ Legend: M rows of a tile, N its keys, D features, V value features; B batch entr
     SPLIT    the keys are shared out over several programs, each of which leaves raw sums for `decode.merge`
     DOT      dtype of the factors of a product: the operands' own, but float32 for bfloat16 in the interpreter
     INDEX    int64 where an operand's entry is too large for offsets in int32
-    ALIGN    what divides the offsets of query, key and value: told, 16 bytes are read at once, and not one number
+    ALIGN    what divides the offsets of query, key and value: known, 16 bytes are read at once, and not one number
 """
 
 import triton
@@ -157,8 +157,8 @@ def forward(o, out, flags, split_keys, S: tl.constexpr):
             since = tl.maximum(since, part * split_keys)
             upto = tl.minimum(upto, (part + 1) * split_keys)
         count = tl.maximum(upto - since, 0) + tl.zeros((S.BLOCK_M,), tl.int32)
-        if S.HOLE:
-            count -= ((rows >= since) & (rows < upto)).to(tl.int32)
+        if S.SKIP:
+            count -= ((mine.skip >= since) & (mine.skip < upto)).to(tl.int32)
 
     at = (part * o.n_batch + entry).to(tl.int64) * o.n_query + rows
     if S.SPLIT:  # raw, in base 2

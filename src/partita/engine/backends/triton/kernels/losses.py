@@ -1,4 +1,4 @@
-"""What a loss asks of a chunk of logits, besides its products: sums by rows, sums by columns, and the gradient.
+"""What a loss needs of a chunk of logits: sums by rows, sums by columns, and the gradient; torch makes its products.
 
     s_ij = scale_i logit_ij + bias_j                     logit_ij = <query_i, key_j>, made by torch
     rows      peak_i = max_j s_ij        mass_i = sum_j exp(s_ij - peak_i)        score_i = s_i,target_i
@@ -24,7 +24,7 @@ def _level(peak):
 
 @triton.jit
 def row_sums(
-    logits,  # (n, n_key) in the dtype of the sums, rows `stride` apart
+    logits,  # (n, n_key) in the dtype of the sums, with this stride
     scale,  # (n,)
     bias,  # (n_key,)
     target,  # (n,) int64; out of range where there is none
@@ -71,7 +71,7 @@ def row_sums(
 
 @triton.jit
 def column_sums(
-    logits,  # (n, n_key) in the dtype of the sums, rows `stride` apart
+    logits,  # (n, n_key) in the dtype of the sums, with this stride
     scale,  # (1,): a column has no row of its own
     peak,  # (n_key,) in and out
     mass,  # (n_key,) in and out
@@ -101,7 +101,7 @@ def column_sums(
 
 @triton.jit
 def gradient(
-    logits,  # (n, n_key) in the dtype of the sums, rows `stride` apart
+    logits,  # (n, n_key) in the dtype of the sums, with this stride
     scale,  # (n,)
     bias,  # (n_key,)
     target,  # (n,) int64

@@ -1,6 +1,6 @@
 """What a tile of rows and the keys of a batch entry bring: read once, before anything is multiplied.
 
-The operands come as one tuple `o`, each as it lies: `at` is its address, `row` and `col` are how far apart neighbours
+The operands come as one tuple `o`, each in place: `at` is its address, `row` and `col` are how far apart neighbours
 are. Where its batch entries begin stands in `o.offsets`, a row of B numbers for each, in the order of the tuple: any
 broadcast and any stride is served. The sizes are n_query, n_key and n_batch. Switches S as in `common` and `forward`.
 """
@@ -10,8 +10,9 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-# What a tile of rows brings: their indices, queries (M, D), scale, target, first key and key after the last, segment.
-Rows = namedtuple("Rows", "at query scale aim begin end segment")
+# What a tile of rows brings: their indices, queries (M, D), scale, target, first key and key after the last, segment,
+# the key that is left out.
+Rows = namedtuple("Rows", "at query scale aim begin end segment skip")
 # Where an entry's keys, values, biases, segment ids and mask begin; some address stands for what is absent.
 Keys = namedtuple("Keys", "key value bias segment mask")
 
@@ -50,7 +51,11 @@ def row_side(o, entry, own, S: tl.constexpr):
     if S.SEGMENT:
         at_segment = o.query_segment.at + tl.load(o.offsets + 8 * o.n_batch + entry)
         segment = tl.load(at_segment + own * o.query_segment.row, mask=there, other=0)
-    return Rows(own, query, scale, aim, begin, end, segment)
+    skip = own
+    if S.SKIP:
+        at_skip = o.skip.at + tl.load(o.offsets + 12 * o.n_batch + entry)
+        skip = tl.load(at_skip + own * o.skip.row, mask=there, other=-1)
+    return Rows(own, query, scale, aim, begin, end, segment, skip)
 
 
 @triton.jit

@@ -1,1 +1,0 @@
-"""The command line, its pages and figures; nothing below imports it."""

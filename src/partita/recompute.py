@@ -1,0 +1,84 @@
+"""Work done in blocks and repeated block by block in the backward pass: only the inputs of a block are kept.
+
+    in_row_blocks      a function of rows and shared tensors, some rows at a time
+    by_rows            what a call gives for each block of rows, joined along the rows
+    states_by_rows     the same for the state of each block
+
+What belongs to pairs and is no operand of the engine (dropout masks, position biases, noise) exists for
+one block at a time. While tracing there is one block: nothing can be cut by a size that is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from partita.engine import State
+
+__all__ = ["by_rows", "in_row_blocks", "row_blocks", "states_by_rows"]
+
+_CELLS = 1 << 22  # pairs in a block, over all heads
+_FEWEST = 64  # rows: smaller blocks would spend their time starting
+_NUMBERS = 1 << 20  # numbers in a block of `in_row_blocks`
+_SMALL = 1 << 18  # below this many numbers nothing is recomputed: torch.func stays open
+_TAILS = {"peak": 0, "mass": 0, "first": 0, "spread": 0, "count": 0, "moment": 1}  # of a state: dimensions after rows
+
+
+def in_row_blocks(
+    function: Callable[..., Tensor], rows: Sequence[Tensor], shared: Sequence[Tensor], width: int
+) -> Tensor:
+    """function(*rows, *shared) for some rows at a time, joined.
+
+    `function` gives a result per row and may hold `width` numbers for each: nothing of size n * width stays.
+    """
+    if torch.compiler.is_compiling() or rows[0].shape[0] * width <= _SMALL:
+        return function(*rows, *shared)
+    step = max(1, _NUMBERS // max(width, 1))
+    blocks = zip(*(x.split(step) for x in rows), strict=True)
+    return torch.cat([_recomputed(function, *block, *shared) for block in blocks])
+
+
+def row_blocks(n_query: int, n_key: int, batch: Sequence[int]) -> list[slice]:
+    """Blocks of rows with about `_CELLS` pairs each."""
+    return _slices(n_query, max(_FEWEST, _CELLS // max(1, n_key * math.prod(batch))))
+
+
+def _slices(n: int, step: int) -> list[slice]:
+    if torch.compiler.is_compiling() or n <= step:
+        return [slice(0, n)]
+    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
+
+
+def by_rows(
+    run: Callable[[slice], tuple[Tensor, ...]], blocks: Sequence[slice], tails: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """`run` on each block, joined along the rows; tails[k] dimensions follow the rows in result k."""
+    if len(blocks) == 1:
+        return run(blocks[0])
+    done = zip(*[_recomputed(run, rows) for rows in blocks], strict=True)
+    return tuple(torch.cat(found, -1 - tail) for found, tail in zip(done, tails, strict=True))
+
+
+def states_by_rows(run: Callable[[slice], State], blocks: Sequence[slice]) -> State:
+    """States of blocks of rows, each with a moment, joined."""
+    if len(blocks) == 1:
+        return run(blocks[0])
+    sums = by_rows(lambda rows: _sums(run(rows)), blocks, tuple(_TAILS.values()))
+    peak, mass, first, spread, count, moment = sums
+    return State(peak, mass, first, spread, count, moment)
+
+
+def _sums(state: State) -> tuple[Tensor, ...]:
+    return tuple(getattr(state, name) for name in _TAILS)
+
+
+def _recomputed(function: Callable[..., Any], *given: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return function(*given)
+    # every random number comes from a seed of its own, so there is no generator state to restore
+    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
