@@ -54,7 +54,7 @@ def in_turn() -> list[str]:
 
 
 def render(cells: dict[str, dict[str, str]]) -> str:
-    """What the page shows: the calls by what came out of all four ways; a call whose ways differ has a line of its own."""
+    """What the page shows: calls by what came out of all four ways; one whose ways differ has a line of its own."""
     groups: dict[str, list[str]] = {}
     for title in CALLS:
         said = [cells.get(title, {}).get(way, UNSEEN) for way in WAYS]
