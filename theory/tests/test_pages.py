@@ -13,7 +13,7 @@ import pytest
 from partita_theory import errata
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "theory").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "theory").rglob("*.md")])
 NAME = re.compile(r"(?<![\w./-])partita_theory(?:\.[A-Za-z]\w*)+(?![\w/])")
 
 

@@ -13,7 +13,7 @@ import pytest
 from partita_theory.experiments import find, names
 
 ROOT = Path(__file__).parents[2]
-VERDICTS = json.loads((ROOT / "docs" / "reference" / "verdicts.json").read_text(encoding="utf-8"))
+VERDICTS = json.loads((ROOT / "theory" / "docs" / "reference" / "verdicts.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def script() -> Any:
 
 
 def test_the_page_is_up_to_date(script: Any) -> None:
-    kept = (ROOT / "docs" / "reference" / "verdicts.md").read_text(encoding="utf-8")
-    assert kept == script.verdict_page(ROOT / "docs"), "run python tools/site/studies.py"
+    kept = (ROOT / "theory" / "docs" / "reference" / "verdicts.md").read_text(encoding="utf-8")
+    assert kept == script.verdict_page(), "run python tools/site/studies.py"
     assert all(f"\n## {name}\n" in kept for name in names())
 
 

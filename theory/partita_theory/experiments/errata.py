@@ -73,7 +73,7 @@ Each row is one quantity three times: by the printed formula, by the right one, 
 enumeration, or simulation with a fixed seed). `partita_theory.errata` holds them, `partita study run errata`
 recomputes them ([studies](studies.md)), and this page is written by
 
-    python -m partita_theory.experiments.errata docs/reference/errata.md
+    python -m partita_theory.experiments.errata theory/docs/reference/errata.md
 
 The statements (M-...) are those of [this list](statements.md).
 """
