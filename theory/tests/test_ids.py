@@ -7,13 +7,12 @@ of a test function, because there stands what would fail if the statement were f
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 from functools import cache, reduce
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from programs import program
 
 from partita_theory import errata
 from partita_theory.experiments import names
@@ -23,15 +22,7 @@ ROOT = Path(__file__).parents[2]
 WITHOUT_PROGRAM = {"M-RMK-1", "M-RMK-4", "M-RMK-6"}
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT, TABLE = script("statements"), script("sections")
+SCRIPT, TABLE = program("statements.py"), program("sections.py")
 STATEMENTS = SCRIPT.statements()
 SECTIONS = TABLE.sections()
 BEYOND = ("M-COL-", "M-DIV-")  # statements that the notes do not have

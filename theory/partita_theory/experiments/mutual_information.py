@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,9 @@ class Critic(torch.nn.Module):
         start = torch.diag(torch.tensor([0.5] * dim + [0.1] * dim + [1.0]))
         self.query, self.key = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, **options: Any) -> Tensor:
         q, k = (torch.cat([z, z.square(), torch.ones(len(z), 1)], -1) for z in (x, y))
-        return torch.as_tensor(info_nce_loss(q @ self.query, k @ self.key, temperature=1.0, normalize=False))
+        return torch.as_tensor(info_nce_loss(q @ self.query, k @ self.key, temperature=1.0, normalize=False, **options))
 
 
 def draw(n: int, dim: int, correlation: float, source: torch.Generator) -> tuple[Tensor, Tensor]:
