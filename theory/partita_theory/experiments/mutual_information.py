@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from partita.contrastive import info_nce_loss
-from partita_theory.experiment import Size, experiment
+from partita_theory.experiment import Size, experiment, geometric
 from partita_theory.experiments._training import descend
 from partita_theory.figure import Panel
 from partita_theory.information import gaussian_information, mutual_information_bound
@@ -56,8 +56,7 @@ def measure(
         return found
 
     list(descend(torch.optim.Adam(critic.parameters()), steps, loss, lambda step: 0.03 * (1 - step / steps)))
-    n = 64
-    while n <= largest:
+    for n in geometric(64, largest, 2 if dense else 4):
         # Rows of one batch share their candidates, so that batches, not rows, are independent.
         count = max(batches, rows // n)
         with torch.no_grad():
@@ -70,7 +69,6 @@ def measure(
             "bound": bound.value.item(),
             "error": losses.std().item() / math.sqrt(count),
         }
-        n *= 2 if dense else 4
 
 
 def judge(rows: list[Row]) -> Verdict:

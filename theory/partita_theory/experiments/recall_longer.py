@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import partita
 from partita import scale
-from partita_theory.experiment import Size, experiment, grid
+from partita_theory.experiment import Size, experiment, geometric, grid
 from partita_theory.experiments._training import descend
 from partita_theory.figure import Panel
 from partita_theory.results import Row, distinct, lines, mean_by, only, paired, said
@@ -79,8 +79,7 @@ def policies() -> dict[str, scale.Policy | None]:
 def measure(seed: int, noise: float, longest: int, rows: int, dim: int, values: int, **plan: Any) -> Iterable[Row]:
     with torch.enable_grad():
         model = trained(dim, values, noise, seed=seed, **plan)
-    n = TRAINED
-    while n <= longest:
+    for n in geometric(TRAINED, longest):
         for way, policy in policies().items():
             source = torch.Generator().manual_seed(1_000_003 * seed + n)  # every way is asked the same
             nll = right = 0.0
@@ -90,7 +89,6 @@ def measure(seed: int, noise: float, longest: int, rows: int, dim: int, values: 
                 nll += cross_entropy(logits, answer).item()
                 right += (logits.argmax(-1) == answer).float().mean().item()
             yield {"scale": way, "n": n, "nll": nll / rows, "accuracy": 100 * right / rows}
-        n *= 4
 
 
 def judge(rows: list[Row]) -> Verdict:

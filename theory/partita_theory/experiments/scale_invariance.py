@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import partita
 from partita import attn, scale
 from partita.losses import LossStats, linear_cross_entropy
-from partita_theory.experiment import Size, experiment, grid
+from partita_theory.experiment import Size, experiment, geometric, grid
 from partita_theory.experiments._language_model import LARGE, RARE, SMALL, TEXT, TINY, Model, Plan, corpus, train
 from partita_theory.figure import Panel
 from partita_theory.results import Row, distinct, lines, mean_by, only, paired, said
@@ -73,8 +73,7 @@ def measure(seed: int, kind: str, longest: int, passages: int, **shape: Any) -> 
     starts = range(0, blocks.shape[1] - longest, SPAN)
     every = torch.stack([b[s : s + longest + 1] for s in starts for b in blocks])[:passages]
     truth = every[:, -SPAN:].masked_fill(every[:, -SPAN:] == RARE, -100)
-    n = TRAINED
-    while n <= longest:
+    for n in geometric(TRAINED, longest):
         found = []
         step = max(1, 8192 // n)
         for k in range(0, len(every), step):
@@ -85,7 +84,6 @@ def measure(seed: int, kind: str, longest: int, passages: int, **shape: Any) -> 
             found.append(stats.nll[truth[k : k + step] >= 0])
         nll = torch.cat(found)
         yield {"n": n, "nll": nll.mean().item(), "targets": len(nll)}
-        n *= 4
 
 
 def judge(rows: list[Row]) -> Verdict:
