@@ -9,11 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
+from programs import program
 
 from partita_theory import errata
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "theory").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "theory").rglob("*.md")])
 NAME = re.compile(r"(?<![\w./-])partita_theory(?:\.[A-Za-z]\w*)+(?![\w/])")
 
 
@@ -45,10 +46,7 @@ def test_names_of_the_theory_are_there(page: Path) -> None:
 
 def test_the_pictures_are_what_their_script_draws() -> None:
     """`python tools/site/pictures.py` writes them anew."""
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "tools" / "site" / "pictures.py")
-    assert spec is not None and spec.loader is not None
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+    pictures = program("site/pictures.py")
     pinned = "matplotlib==" + importlib.metadata.version("matplotlib")
     if pinned not in (ROOT / "constraints.txt").read_text("utf-8").splitlines():
         pictures.PICTURES.pop("policies")  # another version of matplotlib writes another text
