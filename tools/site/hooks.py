@@ -59,6 +59,7 @@ SECTIONS = {
         "guide/reading-longer.md",
         "study/",
         "reference/errata.md",
+        "reference/study-log.md",
         "reference/log.md",
     ],
     "Gallery": ["guide/gallery.md"],

@@ -28,7 +28,7 @@ SIZES = ("full", "quick")  # the larger one speaks
 ELSEWHERE = {  # studies whose outcome is described on a page, where this one has no verdict of theirs
     "errata": "reference/errata.md",
     "finding_quality": "guide/findings.md#how-often-they-are-right",
-    "length_generalisation": "reference/log.md#2026-11-16",
+    "length_generalisation": "reference/study-log.md#2026-11-16",
 }
 HEAD = """# What came out of every study
 
@@ -80,8 +80,8 @@ def verdict_page() -> str:
         size = next((s for s in SIZES if s in verdicts.get(name, {})), "")
         if not size and name in ELSEWHERE:
             page = ELSEWHERE[name]
-            place = (HOME if (HOME / page).is_file() else ROOT / "docs") / page
-            link = os.path.relpath(place, HOME / "reference")
+            folder = next(each for each in (HOME, ROOT / "docs") if (each / page.partition("#")[0]).is_file())
+            link = os.path.relpath(folder / page, HOME / "reference")
             parts += [f"What came out is described in [{_stem(page)}]({link}).", ""]
         elif not size:
             parts += ["Not run for this page.", ""]
