@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from partita.errors import BackendError
@@ -45,7 +45,15 @@ def put(package: str, version: str, ours: Mapping[tuple[str, str], Any], also: S
                 f"partita.adapters.{package} is installed already; call what the first install() returned, or leave "
                 f"its with block, before you install it again."
             )
-        _check_arguments(f"{where}.{name}", theirs, own, package, version)
+        expected, found = _arguments(own), _arguments(theirs)
+        if found != expected:
+            now = getattr(_module(package, package, version), "__version__", "unknown")
+            takes = "is not there" if found is None else f"takes ({', '.join(found)})"
+            raise BackendError(
+                f"partita.adapters.{package} was made for {package} {version}, whose {where}.{name} takes "
+                f"({', '.join(expected or [])}); that of {package} {now} {takes}. Run pip install "
+                f"{package}=={version}, or train without install()."
+            )
         known = [module, *(sys.modules[x] for x in also if x in sys.modules)]
         replaced += [(m, name, theirs, own) for m in known if hasattr(m, name)]
     for module, name, _, own in replaced:
@@ -70,22 +78,9 @@ def _called(given: Any) -> Any:
     return forward if forward is not None else getattr(given, "apply", given)
 
 
-def _arguments(function: Callable[..., Any] | None) -> list[str] | None:
-    """Names of the arguments that may be positional."""
-    if not callable(function):
+def _arguments(given: Any) -> list[str] | None:
+    """Names of the arguments that may be positional; None of what cannot be called."""
+    if not callable(function := _called(given)):
         return None
     found = inspect.signature(function).parameters.values()
     return [p.name for p in found if p.kind is not p.KEYWORD_ONLY and p.name not in ("self", "ctx")]
-
-
-def _check_arguments(name: str, theirs: Any, own: Any, package: str, version: str) -> None:
-    """Raise unless the package's function takes what ours does, in that order."""
-    expected, found = _arguments(_called(own)), _arguments(None if theirs is None else _called(theirs))
-    if found != expected:
-        now = getattr(_module(package, package, version), "__version__", "unknown")
-        raise BackendError(
-            f"partita.adapters.{package} was made for {package} {version}, whose {name} takes "
-            f"({', '.join(expected or [])}); that of {package} {now} "
-            f"{'is not there' if found is None else 'takes (' + ', '.join(found) + ')'}. Run pip install "
-            f"{package}=={version}, or train without install()."
-        )
