@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
@@ -13,21 +14,11 @@ from partita.errors import BackendError
 __all__ = ["Installed", "put"]
 
 
-class Installed:
+class Installed(contextlib.ExitStack):
     """What `install` has done: called, or left as a context manager, it puts the package's own functions back."""
 
-    def __init__(self, replaced: list[tuple[Any, str, Any]]):
-        self._replaced = replaced
-
     def __call__(self) -> None:
-        while self._replaced:
-            setattr(*self._replaced.pop())
-
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self()
+        self.close()
 
 
 def put(package: str, version: str, ours: Mapping[tuple[str, str], Any], also: Sequence[str] = ()) -> Installed:
@@ -56,9 +47,11 @@ def put(package: str, version: str, ours: Mapping[tuple[str, str], Any], also: S
             )
         known = [module, *(sys.modules[x] for x in also if x in sys.modules)]
         replaced += [(m, name, theirs, own) for m in known if hasattr(m, name)]
-    for module, name, _, own in replaced:
+    undo = Installed()
+    for module, name, theirs, own in replaced:
         setattr(module, name, own)
-    return Installed([(module, name, theirs) for module, name, theirs, _ in replaced])
+        undo.callback(setattr, module, name, theirs)
+    return undo
 
 
 def _module(name: str, package: str, version: str) -> Any:

@@ -93,10 +93,10 @@ class MultipleNegativesRankingLoss(nn.Module):
         def remember(stats: Stats) -> None:
             self.last_stats = type(stats)(*(x.detach() for x in stats))
 
-        others = [_others(x) for x in unit] if self.gather_across_devices else None
         loss = ranking_loss(
             unit[0], unit[1:], self.scale, self.directions, joint=self.partition_mode == "joint", remember=remember,
-            others=others, hardness=(self.hardness_mode, self.hardness_strength),
+            others=[_others(x) for x in unit] if self.gather_across_devices else None,
+            hardness=(self.hardness_mode, self.hardness_strength),
             score=None if isinstance(similarity, str) else similarity,
         )  # fmt: skip
         assert isinstance(loss, Tensor)

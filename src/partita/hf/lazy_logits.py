@@ -124,13 +124,10 @@ class LazyLogits:
 
     @_followed
     def view(self, *shape: Any) -> Any:
-        return self._reshaped(*shape)
+        return NotImplemented if torch.dtype in map(type, shape) else self.reshape(*shape)
 
     @_followed
     def reshape(self, *shape: Any) -> Any:
-        return self._reshaped(*shape)
-
-    def _reshaped(self, *shape: Any) -> Any:
         """The rows reshaped; the classes stay the last dimension."""
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if not all(isinstance(n, int) for n in sizes) or not sizes or sizes[-1] not in (self.shape[-1], -1):
@@ -141,9 +138,8 @@ class LazyLogits:
 
     @_followed
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        if end_dim in (-1, self.dim() - 1):
-            return NotImplemented
-        return self._view(lambda x: x.flatten(start_dim, end_dim), self.hidden.flatten(start_dim, end_dim))
+        whole = end_dim in (-1, self.dim() - 1)
+        return NotImplemented if whole else self.reshape(*self.hidden.flatten(start_dim, end_dim).shape[:-1], -1)
 
     @_followed
     def __getitem__(self, index: Any) -> Any:

@@ -124,12 +124,9 @@ def _active(label_smoothing: float) -> Iterator[None]:
 
 
 def _lazy_head(forward: Any, head: nn.Linear, input: Tensor) -> Any:
-    smoothing = getattr(_ACTIVE, "smoothing", None)
-    return (
-        forward(head, input)
-        if smoothing is None
-        else LazyLogits(input, head.weight, head.bias, label_smoothing=smoothing)
-    )
+    if getattr(_ACTIVE, "smoothing", None) is None:
+        return forward(head, input)
+    return LazyLogits(input, head.weight, head.bias, label_smoothing=_ACTIVE.smoothing)
 
 
 def _with_labels(label_smoothing: float, forward: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ def set_positions(model: nn.Module, positions: attn.Positions | None) -> None:
         _clip(model, found, positions)
     elif positions is not None:
         for rotary in found:
-            rotary.write(positions)
+            rotary.put(rotary.changed(positions), rotary.own()[1] * positions.amplitude)
     for config in configs:
         setattr(config, _FIELD, None if positions is None else to_plain(positions, "positions"))
 
@@ -136,9 +136,6 @@ class _Rotary:
             )
         with torch.no_grad():
             getattr(self.module, self.name).copy_(w)
-
-    def write(self, positions: attn.Positions) -> None:
-        self.put(self.changed(positions), self.own()[1] * positions.amplitude)
 
     def pairs(self, x: Tensor) -> bool:
         """Whether neighbours are paired, by the layout of the cosines it gives; False for halves."""
