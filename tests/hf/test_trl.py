@@ -14,7 +14,7 @@ from torch import Tensor
 
 from partita.errors import BackendError, ValueRangeError
 from partita.hf import logit_free, logits_again
-from tests.hf.models import transformers
+from tests.hf.models import tokenizer, transformers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -200,7 +200,7 @@ def llama(seed: int = 0, **more):
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         initializer_range=0.3, **more,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).double()
@@ -233,22 +233,11 @@ def test_ignored_labels_count_nothing_in_trls_forward(ignored, raised):
     torch.testing.assert_close(h, g, atol=5e-6, rtol=1e-5)
 
 
-def tokenizer():
-    tokenizers = importlib.import_module("tokenizers")
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(WORDS - 3))]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
-
-
 def rows(kind: str) -> list[dict]:
     random = torch.Generator().manual_seed(3)
 
     def text(n: int) -> str:
-        return " ".join(f"w{i}" for i in torch.randint(WORDS - 3, (n,), generator=random).tolist())
+        return " ".join(f"w{i}" for i in torch.randint(WORDS - 4, (n,), generator=random).tolist())
 
     made = []
     for i in range(8):
@@ -300,7 +289,7 @@ def train(kind: str, folder, given: dict, peft: bool = False) -> tuple[list[dict
     transformers.set_seed(0)
     trainer = getattr(home, f"{kind}Trainer")(
         model=model, args=arguments, train_dataset=datasets.Dataset.from_list(rows(kind)), callbacks=[callback],
-        processing_class=tokenizer(), **extra,
+        processing_class=tokenizer(*(f"w{i}" for i in range(WORDS - 4))), **extra,
     )  # fmt: skip
     trainer.train()
     clocks = ("time", "per_second")
