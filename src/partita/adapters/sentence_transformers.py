@@ -93,25 +93,19 @@ class MultipleNegativesRankingLoss(nn.Module):
         def remember(stats: Stats) -> None:
             self.last_stats = type(stats)(*(x.detach() for x in stats))
 
-        others = [_others(x) for x in unit] if self.gather_across_devices else None
         loss = ranking_loss(
             unit[0], unit[1:], self.scale, self.directions, joint=self.partition_mode == "joint", remember=remember,
-            others=others, hardness=(self.hardness_mode, self.hardness_strength),
+            others=[_others(x) for x in unit] if self.gather_across_devices else None,
+            hardness=(self.hardness_mode, self.hardness_strength),
             score=None if isinstance(similarity, str) else similarity,
         )  # fmt: skip
         assert isinstance(loss, Tensor)
         return loss.to(embeddings[0].dtype)
 
     def get_config_dict(self) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "similarity_fct": _name(self.similarity),
-            "gather_across_devices": self.gather_across_devices,
-            "directions": self.directions,
-            "partition_mode": self.partition_mode,
-            "hardness_mode": self.hardness_mode,
-            "hardness_strength": self.hardness_strength,
-        }
+        after = ("gather_across_devices", "directions", "partition_mode", "hardness_mode", "hardness_strength")
+        named = {"scale": self.scale, "similarity_fct": _name(self.similarity)}
+        return named | {name: getattr(self, name) for name in after}
 
     @property
     def similarity(self) -> str | Score:
@@ -223,52 +217,36 @@ def ranking_loss(
     remember: called with the `Stats` of the first direction, which the loss knows anyway.
     return_stats: also a `ContrastStats` of the queries among all documents, which takes passes of its own.
     """
-    away = [x[:0] for x in (query, *docs)] if others is None else list(others)
-    states = _states(query, list(docs), away, scale, directions, hardness, score)
+    queries, *columns = (query, *docs) if others is None else map(torch.cat, zip((query, *docs), others, strict=True))
+    back = None if score is None else PartialScore(score, turned=True)  # queries stay the first argument
+    states = []
+    for direction in ("query_to_doc", *(name for name in directions if name != "query_to_doc")):
+        if direction == "query_to_doc" and (hardness[0] is None or hardness[1] == 0.0):
+            state = Bank(torch.cat(columns), score=score).state(query, scale)
+        elif direction == "query_to_doc":
+            state = _hardness_weighted(query, docs, columns, scale, hardness, score)
+        elif direction == "query_to_query":
+            state = Bank(queries, support.not_self(), score=score).state(query, scale)
+        elif direction == "doc_to_query":
+            state = Bank(queries, score=back).state(docs[0], scale)
+        else:  # documents of the row's own query are no negatives: one left out of each column
+            banks = [Bank(x, support.not_self(), score=back) for x in columns]
+            state = merged([bank.state(docs[0], scale) for bank in banks])
+        states.append(state)
     positive = positive_score(query, docs[0], scale, score)
     if remember is not None:
         remember(states[0].stats())
     each = [joint_loss(positive, *states)] if joint else [joint_loss(positive, state) for state in states]
     loss = torch.stack(each).mean()
-    return (loss, _read(states[0], query, docs, away, positive, scale, score)) if return_stats else loss
-
-
-def _states(
-    query: Tensor,
-    docs: list[Tensor],
-    away: list[Tensor],
-    scale: float,
-    directions: Sequence[str],
-    hardness: Any,
-    score: Score | None,
-) -> list[State]:
-    positive = docs[0]
-    pairs = zip((query, *docs), away, strict=True)
-    everything = [torch.cat([mine, theirs]) for mine, theirs in pairs]  # those of this rank first
-    mode, strength = hardness
-    back = None if score is None else PartialScore(score, turned=True)  # queries stay the first argument
-    if mode is None or strength == 0.0:
-        found = {"query_to_doc": Bank(torch.cat(everything[1:]), score=score).state(query, scale)}
-    else:
-        found = {"query_to_doc": _hardness_weighted(query, docs, everything[1:], scale, mode, strength, score)}
-    if "query_to_query" in directions:
-        found["query_to_query"] = Bank(everything[0], support.not_self(), score=score).state(query, scale)
-    if "doc_to_query" in directions:
-        found["doc_to_query"] = Bank(everything[0], score=back).state(positive, scale)
-    if "doc_to_doc" in directions:
-        # documents of the row's own query are no negatives: one left out of each column
-        banks = [Bank(x, support.not_self(), score=back) for x in everything[1:]]
-        found["doc_to_doc"] = merged([bank.state(positive, scale) for bank in banks])
-    return [found["query_to_doc"], *(found[name] for name in directions if name != "query_to_doc")]
+    return (loss, _read(states[0], query, docs[0], columns, positive, scale, score)) if return_stats else loss
 
 
 def _hardness_weighted(
     query: Tensor,
-    own: list[Tensor],
-    everything: list[Tensor],
+    own: Sequence[Tensor],
+    columns: Sequence[Tensor],
     scale: float,
-    mode: str,
-    strength: float,
+    hardness: tuple[str | None, float],
     score: Score | None,
 ) -> State:
     """The row's positive as it is; its hard negatives and all other documents with or without a weight."""
@@ -279,10 +257,11 @@ def _hardness_weighted(
         whole = scale + weight
         return Bank(key, seen, score=PartialScore(score, share=scale / whole)).state(query, whole)
 
+    mode, strength = hardness
     of_others, hard = (strength if mode in (name, "all_negatives") else 0.0 for name in _HARDNESS[:2])
-    states = [state(own[0][:, None], None, 0.0), *(state(x, support.not_self(), of_others) for x in everything)]
+    states = [state(own[0][:, None], None, 0.0), *(state(x, support.not_self(), of_others) for x in columns)]
     if len(own) > 1:
-        states.append(state(torch.stack(own[1:], 1), None, hard))
+        states.append(state(torch.stack(list(own[1:]), 1), None, hard))
     return merged(states)
 
 
@@ -290,16 +269,15 @@ def _hardness_weighted(
 def _read(
     whole: State,
     query: Tensor,
-    docs: Sequence[Tensor],
-    away: Sequence[Tensor],
+    doc: Tensor,
+    columns: Sequence[Tensor],
     own: Tensor,
     scale: float,
     score: Score | None,
 ) -> ContrastStats:
     """The queries among all documents: those of others, and every column of negatives."""
-    columns = [torch.cat([mine, theirs]) for mine, theirs in zip(docs, away[1:], strict=True)]
     banks = [Bank(columns[0], support.not_self(), score=score), *(Bank(column, score=score) for column in columns[1:])]
     negatives = merged([bank.state(query, scale) for bank in banks])
-    positive = positive_score(query, docs[0], 1.0, score)
+    positive = positive_score(query, doc, 1.0, score)
     nll = -logsigmoid(own - negatives.log_partition())
-    return readout(whole, negatives, banks, None, nll, scale, query, docs[0], [positive], score)
+    return readout(whole, negatives, banks, None, nll, scale, query, doc, [positive], score)
