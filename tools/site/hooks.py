@@ -27,7 +27,7 @@ DOCS = (ROOT / "docs", ROOT / "theory" / "docs")  # of mkdocs, and what joins it
 sys.path.insert(0, str(HERE))
 
 from equations import is_equation, typeset  # noqa: E402
-from pictures import COLOURS, DARK, DARK_COLOURS, INK, stylesheet  # noqa: E402
+from pictures import DARK, INK, stylesheet  # noqa: E402
 from studies import study_pages  # noqa: E402
 
 # pages of the root -> their place on the site
@@ -271,10 +271,8 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
 
 def figure_style() -> str:
     """The rules of the figures once for all of them, and their colours for both schemes of the theme."""
-    light = {**INK, **{f"c{k}": c for k, c in enumerate(COLOURS)}}
-    dark = {**DARK, **{f"c{k}": c for k, c in enumerate(DARK_COLOURS)}}
     rules = [stylesheet()]
-    for scheme, colours in (("default", light), ("slate", dark)):
+    for scheme, colours in (("default", INK), ("slate", DARK)):
         # more classes than the rule that asks the system
         select = f"body[data-md-color-scheme={scheme}] .md-content .partita-figure.partita-figure"
         rules.append(f"{select}{{{';'.join(f'--pf-{name}:{value}' for name, value in colours.items())}}}")

@@ -21,10 +21,8 @@ from partita_theory.figure import Figure, Line, Panel, svg
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 
-INK = {"ink": "#1b1e23", "paper": "#ffffff", "soft": "#63666b", "hair": "#dcdddf", "context": "#b4b8bd"}
-DARK = {"ink": "#e6e8eb", "paper": "#14171a", "soft": "#9ea2a7", "hair": "#33373c", "context": "#565b61"}
-COLOURS = ("#3b6fb6", "#b26a00", "#2e7d4f", "#8a4fa3", "#b8476a")
-DARK_COLOURS = ("#7aa7e6", "#e0a040", "#63b98a", "#c294d8", "#ec8ba6")
+INK = {"ink": "#1b1e23", "paper": "#ffffff", "soft": "#63666b", "context": "#b4b8bd", "c0": "#3b6fb6", "c1": "#b26a00"}
+DARK = {"ink": "#e6e8eb", "paper": "#14171a", "soft": "#9ea2a7", "context": "#565b61", "c0": "#7aa7e6", "c1": "#e0a040"}
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
@@ -228,50 +226,34 @@ def faces() -> str:
     return out.text()
 
 
-def stylesheet(theme: str = "auto") -> str:
-    """The rules of every figure of a theme; those of "auto" serve a page that allows no style inside its figures.
+def stylesheet() -> str:
+    """The rules of every drawing. Colours are variables that a page may set (--ink, --paper, --soft)."""
+    page = {name: f"var(--{name}, {{}})" for name in ("ink", "paper", "soft")}
 
-    Colours are variables that a page may set (--ink, --paper, --soft, --hair), or fixed values.
-    """
-    every = {**INK, **{f"c{k}": c for k, c in enumerate(COLOURS)}}
-    dark = {**DARK, **{f"c{k}": c for k, c in enumerate(DARK_COLOURS)}}
-    if theme == "auto":
-        use = {name: f"var(--pf-{name})" for name in every}
-        page = {name: f"var(--{name}, {{}})" for name in ("ink", "paper", "soft", "hair")}
+    def setting(of: dict[str, str]) -> str:
+        return ";".join(f"--pf-{name}:{page.get(name, '{}').format(c)}" for name, c in of.items())
 
-        def setting(of: dict[str, str]) -> str:
-            return ";".join(f"--pf-{name}:{page.get(name, '{}').format(c)}" for name, c in of.items())
-
-        me = ".partita-figure"
-        rules = [
-            f"{me}{{{setting(every)}}}",
-            f"@media (prefers-color-scheme:dark){{:root:not([data-theme=light]) {me},{me}:root{{{setting(dark)}}}}}",
-            f":root[data-theme=dark] {me}{{{setting(dark)}}}",
-        ]
-    else:
-        use, rules = (dark if theme == "dark" else every), []
+    me = ".partita-figure"
+    rules = [
+        f"{me}{{{setting(INK)}}}",
+        f"@media (prefers-color-scheme:dark){{:root:not([data-theme=light]) {me},{me}:root{{{setting(DARK)}}}}}",
+        f":root[data-theme=dark] {me}{{{setting(DARK)}}}",
+    ]
     kinds = {
-        "": f"font-family:{FONT};background:{use['paper']};max-width:100%;height:auto",
-        " text": f"font-family:{FONT};font-size:12px;fill:{use['ink']}",
+        "": f"font-family:{FONT};background:var(--pf-paper);max-width:100%;height:auto",
+        " text": f"font-family:{FONT};font-size:12px;fill:var(--pf-ink)",
         " .title": "font-size:20px;font-weight:620",
         " .panel": "font-size:15px;font-weight:620",
-        " .note": f"font-size:13px;fill:{use['soft']}",
-        " .axis": f"fill:{use['soft']}",
-        " .tick": f"font-size:11px;fill:{use['soft']};font-variant-numeric:tabular-nums",
-        " path": "fill:none",
-        " .hair": f"stroke:{use['hair']};stroke-width:1",
-        " .edge": f"stroke:{use['soft']};stroke-width:1",
-        " .line": "stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round",
-        " .dash": "stroke-dasharray:5 4;stroke-width:1.5",
-        " .lead": "stroke-width:0.8;stroke-opacity:0.5",
-        " .band": "fill-opacity:0.16",
-        " .dot": f"stroke:{use['paper']};stroke-width:0.8",
+        " .note": "font-size:13px;fill:var(--pf-soft)",
+        " .axis": "fill:var(--pf-soft)",
+        " .tick": "font-size:11px;fill:var(--pf-soft);font-variant-numeric:tabular-nums",
+        " .edge": "fill:none;stroke:var(--pf-soft);stroke-width:1",
+        " .band": "fill:var(--pf-context);fill-opacity:0.16",
+        " .dot": "stroke:var(--pf-paper);stroke-width:0.8",
+        " .c0": "fill:var(--pf-c0)",
+        " .c1": "fill:var(--pf-c1)",
     }
-    for name in ("soft", "context", *(f"c{k}" for k in range(len(COLOURS)))):
-        kinds[f" .line.{name},.partita-figure .lead.{name}"] = f"stroke:{use[name]}"
-        kinds[f" .dot.{name},.partita-figure .band.{name}"] = f"fill:{use[name]}"
-        kinds[f" text.name.{name}"] = f"fill:{use['soft' if name == 'context' else name]}"
-    return "".join([*rules, *(f".partita-figure{selector}{{{rule}}}" for selector, rule in kinds.items())])
+    return "".join([*rules, *(f"{me}{selector}{{{rule}}}" for selector, rule in kinds.items())])
 
 
 PICTURES = {
