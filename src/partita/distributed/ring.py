@@ -15,14 +15,15 @@ Whether key, value (and for `both_ways` query) need a gradient must be the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from partita.collective import ACROSS_RANKS, IN_ONE_PROCESS, Collective, PassOptions, batch_of
+from partita.distributed import tree
 from partita.distributed.blocks import Cut, Part, row_pieces, walk
 from partita.engine import State, dispatch
 from partita.engine.axes import align, cut_entries, split_heads
@@ -32,11 +33,14 @@ from partita.engine.second import no_second
 from partita.engine.state import SumGrads, raw_gradients
 from partita.engine.sums import OPERANDS, Sums
 from partita.engine.terms import Term, Visibility
+from partita.exactness import as_forward, in_exact_rows
 from partita.precision import no_autocast
 from partita.rows import in_row_blocks
 from partita.support import Support
 
 __all__ = ["both_ways", "count_above", "sum_over_keys", "sums"]
+
+T = TypeVar("T")
 
 TRAVELLING = ("key", "value")
 _TURNED = {"query": "key", "key": "query"}
@@ -105,6 +109,7 @@ class _Pass:
     options: PassOptions  # which keys they see
     level: Tensor | None  # count keys whose score is above; needs no target
     moves: tuple[bool, bool]  # whether key and value travel with their gradients
+    leaves: bool  # in exact rows, of a sequence: whatever is summed over keys is summed along the tree
     known: dict[int, list[tuple[slice, int, Visibility]]] = field(default_factory=dict)
 
     @staticmethod
@@ -121,12 +126,18 @@ class _Pass:
         moves = grad and key.requires_grad, grad and value is not None and value.requires_grad
         quiet = None if value is None else value.detach()
         rows = replace(request, query=query.detach(), key=key.detach(), value=quiet, scale=scale)
-        return _Pass(collective, rows, batch, options, level, moves)
+        leaves = in_exact_rows() and request.target is None and level is None
+        return _Pass(collective, rows, batch, options, level, moves, leaves)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Keys of every rank."""
         return self.collective.sizes[self.options.get("kind", 0)]
+
+    def cut(self, own: Sequence[Tensor]) -> Cut:
+        """How the blocks of all ranks are cut, of which `own` is this one's."""
+        found = Cut.of(own, max(self.sizes))
+        return found.whole_keys() if self.leaves else found
 
     def over(self, query: Tensor, scale: Tensor, bias: Tensor | None, *, backward: bool = False) -> _Pass:
         """The same for these rows; a backward pass ranks no target, which more kernels serve."""
@@ -159,33 +170,35 @@ class _Pass:
         return [_Rows(cut.axis, part.entries, rows, whole) for rows in pieces]
 
     def tiles(self, part: Part, block: _Rows) -> list[_Tile]:
-        """A block of rows against the part of a block of keys that has arrived."""
+        """A block of rows against the part of a block of keys that has arrived; by leaves, if there are any."""
         rows, found = self.rows, []
         for run, first, seen in self.runs(part.source):
-            low, high = max(run.start, part.keys.start), min(run.stop, part.keys.stop)
-            within = slice(low - run.start, high - run.start)
-            terms = block.terms(seen, within) if low < high else None
-            if terms is None:
-                continue
-            keys = slice(low - part.keys.start, high - part.keys.start)
-            columns = slice(first + within.start, first + within.stop)
-            target = here = None
-            if rows.target is not None and not part.step:  # targets are in the own block
-                at = block.vector(rows.target) - low
-                here = (at >= 0) & (at < high - low)
-                target = torch.where(here, at, torch.zeros_like(at))
-            request = replace(
-                rows,
-                query=block.matrix(rows.query),
-                key=part.tensors[0][..., keys, :],
-                value=None if rows.value is None else part.tensors[1][..., keys, :],
-                scale=block.vector(rows.scale),
-                bias=None if rows.bias is None else _columns(block.matrix(rows.bias), columns),
-                target=target,
-                terms=terms,
-                rank=target is not None and rows.rank,
-            )
-            found.append(_Tile(request, keys, columns, here))
+            start, stop = (first - run.start + x for x in (part.keys.start, part.keys.stop))
+            start, stop = max(start, first), min(stop, first + run.stop - run.start)
+            for begin, end in tree.pieces(start, stop) if self.leaves else [(start, stop)]:
+                within = slice(begin - first, end - first)
+                terms = block.terms(seen, within) if begin < end else None
+                if terms is None:
+                    continue
+                low = run.start + within.start
+                target = here = None
+                if rows.target is not None and not part.step:  # targets are in the own block
+                    at = block.vector(rows.target) - low
+                    here = (at >= 0) & (at < end - begin)
+                    target = torch.where(here, at, torch.zeros_like(at))
+                keys, columns = slice(low - part.keys.start, low - part.keys.start + end - begin), slice(begin, end)
+                request = replace(
+                    rows,
+                    query=block.matrix(rows.query),
+                    key=part.tensors[0][..., keys, :],
+                    value=None if rows.value is None else part.tensors[1][..., keys, :],
+                    scale=block.vector(rows.scale),
+                    bias=None if rows.bias is None else _columns(block.matrix(rows.bias), columns),
+                    target=target,
+                    terms=terms,
+                    rank=target is not None and rows.rank,
+                )
+                found.append(_Tile(request, keys, columns, here))
         return found
 
 
@@ -277,7 +290,7 @@ class _Ring(torch.autograd.Function):
             found.append(s)
             results += [s.mass, s.first, s.spread, s.mean, s.target_score]
             saved += [s.peak, s.mass, s.first, s.mean]
-        ctx.passes = passes
+        ctx.passes, ctx.exact = passes, in_exact_rows()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, scale, bias, *saved)
         return tuple(results)
@@ -299,14 +312,17 @@ class _Ring(torch.autograd.Function):
         for turned, one in enumerate(ctx.passes):
             into = {_TURNED.get(name, name): grad for name, grad in total.items()} if turned else total
             rows, own = (key, [query]) if turned else (query, [key] if value is None else [key, value])
-            one, cut = one.over(rows, scale, bias, backward=True), Cut.of(own, max(one.sizes))
+            one = one.over(rows, scale, bias, backward=True)
+            cut, by_leaf = one.cut(own), _ByLeaf(one, _added)
             known, upstream = saved[4 * turned : 4 * turned + 4], grads[5 * turned : 5 * turned + 5]
             names = [name for name in TRAVELLING if name in into]
-            with no_autocast(key):
+            with no_autocast(key), as_forward(ctx.exact):
                 for part in walk(one.collective, own, one.sizes, cut, [into[name] for name in names]):
                     travelling = dict(zip(names, part.grads, strict=True))
                     # in a function of its own: what it has made is free before the next part is worked on
-                    _pull_back(one, cut, part, known, upstream, into | travelling)
+                    _pull_back(one, cut, part, known, upstream, into | travelling, by_leaf)
+            for block, found in by_leaf.results():
+                _add_rows(block, found, into)
         kept = [total[name].to(x.dtype) if needs[name] and name in total else None
                 for name, x in zip(OPERANDS, given, strict=True)]  # fmt: skip
         return None, None, *kept
@@ -322,23 +338,36 @@ def _forward(one: _Pass, own: Sequence[Tensor]) -> Sums:
     counts = rows.rank or one.level is not None
     rank = torch.zeros(shape, dtype=torch.int64, device=new.device) if counts else None
 
-    cut = Cut.of(own, max(one.sizes))
+    cut, by_leaf = one.cut(own), _ByLeaf(one, State.merge)
     # the rank of a target is counted from its score: those of the own block, where all targets are, come at once
     at_home = cut if rows.target is None else cut.whole_keys()
     for part in walk(one.collective, own, one.sizes, cut, at_home=at_home):
-        _merge(one, cut, part, total, score, rank)
+        _merge(one, cut, part, total, score, rank, by_leaf)
+    for block, state in by_leaf.results():
+        block.state(total).add_(state)
     mean = None if moment is None else total.expectation(consume=True)
     found = Sums(total.peak, mass, count, mean=mean, target_score=score, rank=rank)
     return found._replace(first=first, spread=spread) if rows.statistics else found
 
 
-def _merge(one: _Pass, cut: Cut, part: Part, total: State, score: Tensor | None, rank: Tensor | None) -> None:
+def _merge(
+    one: _Pass,
+    cut: Cut,
+    part: Part,
+    total: State,
+    score: Tensor | None,
+    rank: Tensor | None,
+    by_leaf: _ByLeaf[State],
+) -> None:
     """Reduce the rows over one part, and merge."""
     for block in one.blocks(cut, part, light=total.moment is None and rank is None):
         state = block.state(total)
         for tile in one.tiles(part, block):
             found = dispatch.forward(tile.request)
-            state.add_(found.state)
+            if one.leaves:
+                by_leaf.add(block, tile.columns, found.state)
+            else:
+                state.add_(found.state)
             if score is not None and found.target_score is not None:
                 block.vector(score).copy_(found.target_score)
             if rank is not None and found.rank is not None:
@@ -356,6 +385,7 @@ def _pull_back(
     known: Sequence[Tensor | None],  # peak, mass, first and mean of the pass
     grads: Sequence[Tensor | None],  # of mass, first, spread, mean and the target's score
     into: dict[str, Tensor],  # zeros, or gradients of other passes
+    by_leaf: _ByLeaf[dict[str, Tensor]],
 ) -> None:
     """Add the gradients that come from one part."""
     needs, peak = [name in into for name in OPERANDS], known[0]
@@ -367,16 +397,49 @@ def _pull_back(
             assert upstream is not None
             g = None if tile.here is None or upstream.target is None else upstream.target.where(tile.here, 0.0)
             above = upstream._replace(target=g)
+            over_keys: dict[str, Tensor] = {}
             # not kept in a variable: they would be held while the next ones are made
             for name, grad in dispatch.backward(tile.request, block.vector(peak), above, needs).items():
                 if name in TRAVELLING:
                     into[name][..., tile.keys, :].add_(grad)
-                elif name == "query":
-                    block.matrix(into[name]).add_(grad)
-                elif name == "scale":
-                    block.vector(into[name]).add_(grad)
-                else:
+                elif name == "bias" and into[name].shape[-1] > 1:
                     _columns(block.matrix(into[name]), tile.columns).add_(grad)
+                else:
+                    over_keys[name] = grad
+            if one.leaves:
+                by_leaf.add(block, tile.columns, over_keys)
+            else:
+                _add_rows(block, over_keys, into)
+
+
+def _add_rows(block: _Rows, found: dict[str, Tensor], into: dict[str, Tensor]) -> None:
+    """Add gradients that are sums over keys."""
+    for name, grad in found.items():
+        (block.vector if name == "scale" else block.matrix)(into[name]).add_(grad)
+
+
+def _added(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: grad + other[name] for name, grad in one.items()}
+
+
+class _ByLeaf(Generic[T]):
+    """What every block of rows has found for the leaves of the whole sequence."""
+
+    def __init__(self, one: _Pass, join: Callable[[T, T], T]):
+        self._n, self._join = sum(one.sizes), join
+        self._known: dict[tuple[int | None, int], tuple[_Rows, tree.Joining[T]]] = {}
+
+    def add(self, block: _Rows, columns: slice, found: T) -> None:
+        place = block.entries.start, block.rows.start
+        if place not in self._known:
+            self._known[place] = block, tree.Joining(self._n, self._join)
+        self._known[place][1].add(columns.start, columns.stop, found)
+
+    def results(self) -> Iterator[tuple[_Rows, T]]:
+        for block, joining in self._known.values():
+            found = joining.result()
+            if found is not None:
+                yield block, found
 
 
 def _upstream(rows: Request, known: Sequence[Tensor | None], grads: Sequence[Tensor | None], block: _Rows) -> SumGrads:
