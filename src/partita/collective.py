@@ -333,7 +333,8 @@ class Collective:
         """What was found for each of `leaves`, joined along the tree."""
         if len(found) == 1:
             return found[0]
-        whole: _T = _loaded("tree").joined(self.sizes[0][self.rank], found, join)
+        tree = _loaded("tree")
+        whole: _T = tree.fold(self.sizes[0][self.rank], found, join, tree.CLASSES)
         return whole
 
     def slices(

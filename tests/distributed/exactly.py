@@ -171,3 +171,19 @@ def attention(group: Any, dtype: torch.dtype, seen: str, zigzag: bool = False) -
     found |= {"gradient of the query": x["query"].grad, "gradient of a column of bias": x["bias"].grad}
     whole = {name: f if f.dim() > 3 or f.dim() == 2 else f[..., None] for name, f in found.items()}
     return _digests({name: distributed.gather(f, known, -2) for name, f in whole.items()})
+
+
+def behind(group: Any, dtype: torch.dtype) -> None:
+    """What comes after a row does not change it, however many leaves it makes and wherever slices are cut."""
+    torch.manual_seed(6)
+    q, k, v, up = (torch.randn(2, 1100, w).to(dtype) for w in (DIM, DIM, 12, 12))
+    found = []
+    for n, first in ((600, 512), (1100, 768)):
+        sizes = [first, n - first] if group.size() == 2 else [n]
+        own = [x[:, :n].split(sizes, 1)[group.rank()].clone().requires_grad_() for x in (q, k, v)]
+        with partita.exact_rows():
+            out = partita.attention(*own, is_causal=True, group=group)
+        (out * up[:, :n].split(sizes, 1)[group.rank()]).sum().backward()
+        found.append([distributed.gather(x, group)[:, :600] for x in (out, own[0].grad)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -59,3 +59,8 @@ def test_joining_in_order_of_arrival_is_noticed(worlds: Worlds, call: str, notic
     given = {"dtype": torch.float32} | ({"seen": "all"} if call == "attention" else {})
     one, four = (worlds.of(size).run("exactly", "mutated", call=call, **given) for size in (1, 4))
     assert any(found[noticed] != one[0][noticed] for found in four)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_comes_behind_a_row_is_nothing_to_it(worlds: Worlds, size: int) -> None:
+    worlds.of(size).run("exactly", "behind", dtype=torch.float32)

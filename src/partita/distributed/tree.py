@@ -20,7 +20,7 @@ from torch import Tensor
 from partita.collective import Collective
 from partita.engine import State
 
-__all__ = ["CLASSES", "POSITIONS", "Joining", "added", "fold", "halves", "joined", "leaves", "merged", "pieces"]
+__all__ = ["CLASSES", "POSITIONS", "Joining", "added", "fold", "halves", "leaves", "merged", "pieces"]
 
 CLASSES = 4096
 POSITIONS = 256
@@ -73,11 +73,6 @@ def leaves(
     each = [spread(x, n, CLASSES) if isinstance(x, Tensor) else [x] * len(sizes) for x in rows]
     biases = [None] * len(sizes) if bias is None else bias.split(sizes, -1)
     return list(zip(zip(*each, strict=True), key.split(sizes, -2), biases, strict=True))
-
-
-def joined(n: int, found: Sequence[T], join: Callable[[T, T], T]) -> T:
-    """What was found for the leaves of a rank's classes."""
-    return fold(n, found, join, CLASSES)
 
 
 # ---- over ranks -----------------------------------------------------------------------------------------------------
