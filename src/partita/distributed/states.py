@@ -81,7 +81,7 @@ def slices(
     statistics: bool,
 ) -> Sums:
     """`Collective.slices` for a group."""
-    exact, first = in_exact_rows(), 0
+    exact, first = in_exact_rows() and target.is_cpu, 0
     parts: list[_Part] = []
     for make in makes:
         request = make(statistics=statistics, argmax=rank)
@@ -96,19 +96,19 @@ def slices(
     score = known.total(_at_target(parts, found))
     if not rank:
         return Sums.of(whole, score)
-    ranks = torch.zeros_like(target)
-    if exact and parts[0].request.pairs is None:
+    ranks, level = torch.zeros_like(target), score.detach()
+    by_tiles = exact and parts[0].request.pairs is None
+    if by_tiles:  # scores of all keys, and of the target, by products of one shape
         quiet: dict[str, Any] = {"rank": False, "statistics": False, "argmax": False}
-        level = _at_target(parts, [tiled.forward(replace(x.request, **quiet)) for x in parts] if first else found)
-        level = known.added(level.detach())
-        ranks = sum((tiled.count_above(x.request, level) for x in parts if first), ranks)
-    elif first:
-        for x in parts:
-            counted = x.sums.rank
-            if counted is None or not bool(x.mine.all()):
-                other = count_above(x.request, score.detach())
-                counted = other if counted is None else torch.where(x.mine, counted, other)
-            ranks = ranks + counted
+        level = known.added(_at_target(parts, [tiled.forward(replace(x.request, **quiet)) for x in parts]))
+    for x in parts if first else ():
+        counted = x.sums.rank
+        if by_tiles:
+            counted = tiled.count_above(x.request, level)
+        elif counted is None or not bool(x.mine.all()):
+            other = count_above(x.request, level)
+            counted = other if counted is None else torch.where(x.mine, counted, other)
+        ranks = ranks + counted
     return Sums.of(whole, score, known.added(ranks))._replace(argmax=_best_key(parts, known))
 
 

@@ -135,7 +135,7 @@ def forward(r: Request, run: Callable[[Request], Sums]) -> Sums:
             else:
                 last: Any = (..., *at)
                 found[name][last] = x[..., :n]
-    return Sums(**found)  # type: ignore[arg-type]
+    return Sums(**found) if found else run(r)  # type: ignore[arg-type]
 
 
 def count_above(
