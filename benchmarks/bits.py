@@ -1,6 +1,7 @@
 """How many bit patterns does one row have in 200 companies? Its own numbers stay; what rides along changes.
 
-    python -m benchmarks bits                 this machine's kernel: distinct values, ours and torch's
+    python -m benchmarks bits                 this machine's kernel: distinct values, ours and torch's, and the price
+    python -m benchmarks bits --only price --backend tiled      what exact rows cost there: exact / default
     python -m benchmarks.bits --page FILE     every kernel of this machine and every dtype, as the table of a page
 
 A company is: other rows and where the row stands among them, batch entries and heads, hidden keys behind (padding) or
@@ -27,7 +28,7 @@ from torch import Tensor
 import partita
 from partita import support
 
-from .harness import Options, Row
+from .harness import Options, Row, compare
 
 DIM, WIDTH, KEYS = 40, 24, 2100
 KERNELS = ("avx512_bf16", "avx512", "avx2", "baseline")
@@ -283,7 +284,51 @@ def distinct(name: str, dtype: torch.dtype, count: int) -> dict[str, dict[bytes,
     return found
 
 
+def _exactly(call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        with partita.exact_rows():
+            return call()
+
+    return run
+
+
+def priced(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls that are timed in exact rows and without."""
+    n, keys, classes = (64, 256, 1000) if quick else (256, 2048, 4000)
+    for label, dtype in list(DTYPES.items())[:2]:
+        x = torch.randn(1, 8, n, 64).to(dtype)
+        cache = torch.randn(1, 8, keys, 64).to(dtype)
+        hidden, weight, ids = torch.randn(n, 256).to(dtype), torch.randn(classes, 256).to(dtype), torch.arange(n)
+        given, head = x.clone().requires_grad_(), hidden.clone().requires_grad_()
+
+        def forward(x: Tensor = x) -> Tensor:
+            return partita.attention(x, x, x, is_causal=True)
+
+        def both(x: Tensor = given) -> object:
+            return torch.autograd.grad(partita.attention(x, x, x, is_causal=True).float().sum(), x)
+
+        def loss(h: Tensor = head, w: Tensor = weight, ids: Tensor = ids) -> object:
+            return torch.autograd.grad(partita.linear_cross_entropy(h, w, ids), h)
+
+        def tokens(h: Tensor = hidden, w: Tensor = weight, ids: Tensor = ids) -> object:
+            return partita.token_stats(h, w, ids)
+
+        def decode(q: Tensor = x[:, :, :1], k: Tensor = cache) -> Tensor:
+            return partita.attention(q, k, k)
+
+        def pairs(a: Tensor = hidden) -> Tensor:
+            return partita.info_nce_loss(a, a, temperature=0.1)
+
+        calls = {"attention forward": forward, "attention forward and backward": both, "cross entropy": loss}
+        calls |= {"token statistics": tokens, "decoding": decode, "contrast": pairs}
+        yield from ((f"{name}, {label}", call) for name, call in calls.items())
+
+
 def cases(options: Options) -> Iterator[list[Row]]:
+    if options.wants("price of exact rows"):
+        for name, call in priced(options.quick):
+            exact = _exactly(call)
+            yield compare("bits", f"price of exact rows, {name}", exact, {"by default": call}, options, warmup=1)
     count = 12 if options.quick else 200
     for label, dtype in DTYPES.items():
         if not options.wants(label):

@@ -52,6 +52,14 @@ def test_exact_tiles_give_what_tiles_give():
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (0, 3, 4)], ids=str)
+def test_no_rows(shape):
+    with partita.backend("tiled"), partita.exact_rows():
+        p = partita.Gibbs(torch.zeros(shape), torch.zeros(3, 4))
+        assert p.entropy().shape == shape[:-1]
+        assert p.expectation(torch.zeros(3, 2)).shape == (*shape[:-1], 2)
+
+
 IN_TRITON = """
 import torch, partita
 from tests.company import ALONE, Company, Row, differing, numbers

@@ -22,7 +22,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from partita.engine.state import State
 from partita.engine.sums import Sums
 from partita.engine.terms import Visibility
 from partita.errors import BackendError, ShapeError
+from partita.exactness import as_forward, in_exact_rows
 from partita.gibbs import Gibbs
 from partita.rows import in_row_blocks, reduce_rows
 from partita.score import Score
@@ -56,6 +57,7 @@ Fact = bool | int | float | str | Sequence[int] | Sequence[float] | torch.dtype 
 # For the block of a rank with n keys: (where in the block, first position in the whole, which keys count).
 View = Callable[[int, int], Iterable[tuple[slice, int, "Support | Visibility | None"]]]
 
+_T = TypeVar("_T")
 _LENGTH = 4096  # bytes of a message of `check_same`, whatever the call: ranks in different calls can read each other
 _TOLERANCE = 1e-6  # relative; a learned temperature may differ by rounding from rank to rank
 _ONE_PER_ROW = "one per row"
@@ -236,6 +238,9 @@ class Collective:
 
     def added(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, without a gradient."""
+        if self.size > 1 and in_exact_rows() and tensor.is_floating_point():
+            total: Tensor = _loaded("tree").added(tensor, self)
+            return total
         return self.all_reduce(tensor, dist.ReduceOp.SUM) if not self.alone else tensor.detach()
 
     def all_reduce(self, tensor: Tensor, op: Any) -> Tensor:
@@ -312,9 +317,29 @@ class Collective:
         reads = {name: own.pop(name) for name in ("value", "target", "rank", "statistics") if name in own}
         return Gibbs(query, key, scale=scale, score=score, **own).reduce(mean=mean, **reads)
 
+    def leaves(
+        self, rows: Sequence[Any], key: Tensor, bias: Tensor | None
+    ) -> list[tuple[Sequence[Any], Tensor, Tensor | None]]:
+        """What belongs to rows, to keys and to both; of exact rows over a group, for every leaf of a fixed tree.
+
+        rows: tensors whose gradients are added up along the tree; numbers and None stay as they are.
+        """
+        if self.alone or not in_exact_rows():
+            return [(rows, key, bias)]
+        found: list[Any] = _loaded("tree").leaves(rows, key, bias)
+        return found
+
+    def joined(self, found: Sequence[_T], join: Callable[[_T, _T], _T]) -> _T:
+        """What was found for each of `leaves`, joined along the tree."""
+        if len(found) == 1:
+            return found[0]
+        tree = _loaded("tree")
+        whole: _T = tree.fold(self.sizes[0][self.rank], found, join, tree.CLASSES)
+        return whole
+
     def slices(
         self,
-        make: Callable[..., Request],
+        makes: Sequence[Callable[..., Request]],
         target: Tensor,
         here: Tensor | None,
         *,
@@ -324,19 +349,23 @@ class Collective:
     ) -> Sums:
         """The sums of rows that every rank holds, where each holds a slice of the keys; states are merged.
 
-        make: gives the request of this rank's slice, once a target and reads are given.
+        makes: give the request of this rank's slice, or of the leaves it was cut into, once a target and reads are.
         target: a key of this rank's slice; where `here` is False the row's target is elsewhere.
         rank: with the ranks come the best key of every row, named as in the whole, and the variance.
         variance: without ranks too.
         """
         if self.alone:
             variance = variance or rank
-            return execute(make(target=target, rank=rank, statistics=statistics, variance=variance, argmax=rank))
-        found: Sums = _loaded("states").slices(self, make, target, here, rank=rank, statistics=statistics)
+            return execute(makes[0](target=target, rank=rank, statistics=statistics, variance=variance, argmax=rank))
+        found: Sums = _loaded("states").slices(self, makes, target, here, rank=rank, statistics=statistics)
         return found
 
+    def state(self, parts: Sequence[Gibbs], statistics: bool = True) -> State:
+        """The state of the keys of all ranks, for rows that every rank holds; the parts are one, or `leaves`."""
+        return self.merged(self.joined([p.state(statistics=statistics) for p in parts], State.merge), statistics)
+
     def merged(self, state: State, statistics: bool = True) -> State:
-        """The state of the keys of all ranks, for rows that every rank holds."""
+        """The same from this rank's own state."""
         whole: State = state if self.alone else _loaded("states").merged(state, self, statistics)
         return whole
 
@@ -484,13 +513,14 @@ class _Through(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.back = back
+        ctx.back, ctx.exact = back, in_exact_rows()
         return forth(tensor)
 
     @staticmethod
     @no_second(ACROSS_RANKS, IN_ONE_PROCESS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+        with as_forward(ctx.exact):
+            return ctx.back(grad), None, None
 
 
 def _through(tensor: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

@@ -143,7 +143,7 @@ def ends(group: Any, how: str) -> None:
         first = sum(sizes[: group.rank()])
         here = torch.full((3,), first <= 0 < first + sizes[group.rank()])
         ask = functools.partial(build, x, part(w, sizes))
-        found = known.slices(ask, y, here, rank=True, statistics=True)
+        found = known.slices([ask], y, here, rank=True, statistics=True)
         whole = partita.Gibbs(x, w)
         assert torch.equal(found.argmax, whole.argmax()), found.argmax
 

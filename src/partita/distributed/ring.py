@@ -15,14 +15,16 @@ Whether key, value (and for `both_ways` query) need a gradient must be the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from partita.collective import ACROSS_RANKS, IN_ONE_PROCESS, Collective, PassOptions, batch_of
+from partita.distributed import tree
 from partita.distributed.blocks import Cut, Part, row_pieces, walk
 from partita.engine import State, dispatch
 from partita.engine.axes import align, cut_entries, split_heads
@@ -32,11 +34,14 @@ from partita.engine.second import no_second
 from partita.engine.state import SumGrads, raw_gradients
 from partita.engine.sums import OPERANDS, Sums
 from partita.engine.terms import Term, Visibility
+from partita.exactness import as_forward, in_exact_rows
 from partita.precision import no_autocast
 from partita.rows import in_row_blocks
 from partita.support import Support
 
 __all__ = ["both_ways", "count_above", "sum_over_keys", "sums"]
+
+T = TypeVar("T")
 
 TRAVELLING = ("key", "value")
 _TURNED = {"query": "key", "key": "query"}
@@ -68,7 +73,7 @@ def sums(
     if bias is not None:
         bias = align(bias, len(rows), 2)
         bias = bias if groups == 1 else split_heads(bias, 2, groups)
-    one = _Pass.of(collective, request, whole, rows, options, level)
+    one = _Pass.of(collective, replace(request, query=whole), rows, options, level)
     return _run((one,), whole, request.key, request.value, request.scale, bias)[0]
 
 
@@ -77,8 +82,8 @@ def both_ways(
 ) -> tuple[Sums, Sums]:
     """Rows over keys and keys over rows, for pairs: row i and key i belong together on every rank. No statistics."""
     request = build(query, key, target=target, scale=scale, statistics=False)
-    one = _Pass.of(collective, request, request.query, (), {}, None)
-    other = replace(one, rows=replace(one.rows, query=one.rows.key, key=one.rows.query), known={})
+    one = _Pass.of(collective, request)
+    other = replace(one, rows=replace(one.rows, query=one.rows.key, key=one.rows.query), turned=True, known={})
     rows, columns = _run((one, other), request.query, request.key, None, request.scale, bias)
     return rows, columns
 
@@ -105,33 +110,43 @@ class _Pass:
     options: PassOptions  # which keys they see
     level: Tensor | None  # count keys whose score is above; needs no target
     moves: tuple[bool, bool]  # whether key and value travel with their gradients
+    leaves: bool  # in exact rows, of a sequence: whatever is summed over keys is summed along the tree
+    turned: bool = False  # whether keys are the rows, and queries what they see
     known: dict[int, list[tuple[slice, int, Visibility]]] = field(default_factory=dict)
 
     @staticmethod
     def of(
         collective: Collective,
         request: Request,
-        query: Tensor,
-        batch: tuple[int, ...],
-        options: PassOptions,
-        level: Tensor | None,
+        batch: tuple[int, ...] = (),
+        options: PassOptions | None = None,
+        level: Tensor | None = None,
     ) -> _Pass:
-        """The pass of a request, with a query that has all batch dimensions of the rows."""
-        key, value, scale, grad = request.key, request.value, request.scale.detach(), torch.is_grad_enabled()
-        moves = grad and key.requires_grad, grad and value is not None and value.requires_grad
-        quiet = None if value is None else value.detach()
-        rows = replace(request, query=query.detach(), key=key.detach(), value=quiet, scale=scale)
-        return _Pass(collective, rows, batch, options, level, moves)
+        """The pass of a request whose query has all batch dimensions of the rows."""
+        r, grad = request, torch.is_grad_enabled()
+        moves = grad and r.key.requires_grad, grad and r.value is not None and r.value.requires_grad
+        quiet = {name: t.detach() for name in OPERANDS if (t := getattr(r, name)) is not None}
+        leaves = in_exact_rows() and r.target is None and level is None
+        return _Pass(collective, replace(r, **quiet), batch, options or {}, level, moves, leaves)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Keys of every rank."""
         return self.collective.sizes[self.options.get("kind", 0)]
 
-    def over(self, query: Tensor, scale: Tensor, bias: Tensor | None, *, backward: bool = False) -> _Pass:
-        """The same for these rows; a backward pass ranks no target, which more kernels serve."""
-        rank = self.rows.rank and not backward
-        return replace(self, rows=replace(self.rows, query=query, scale=scale, bias=bias, rank=rank))
+    def over(self, operands: Sequence[Tensor | None], *, ranked: bool = True) -> tuple[_Pass, list[Tensor], Cut]:
+        """The same for these operands, this rank's block, and how the blocks of all ranks are cut.
+
+        A backward pass ranks no target, which more kernels serve.
+        """
+        query, key, value, scale, bias = operands
+        assert query is not None
+        assert key is not None
+        assert scale is not None
+        rows, own = (key, [query]) if self.turned else (query, [key] if value is None else [key, value])
+        cut = Cut.of(own, max(self.sizes))
+        request = replace(self.rows, query=rows, scale=scale, bias=bias, rank=self.rows.rank and ranked)
+        return replace(self, rows=request), own, cut.whole_keys() if self.leaves else cut
 
     def runs(self, source: int) -> list[tuple[slice, int, Visibility]]:
         """What some row may see of a rank's block: where in it, its first position in the whole, which keys."""
@@ -159,33 +174,35 @@ class _Pass:
         return [_Rows(cut.axis, part.entries, rows, whole) for rows in pieces]
 
     def tiles(self, part: Part, block: _Rows) -> list[_Tile]:
-        """A block of rows against the part of a block of keys that has arrived."""
+        """A block of rows against the part of a block of keys that has arrived; by leaves, if there are any."""
         rows, found = self.rows, []
         for run, first, seen in self.runs(part.source):
-            low, high = max(run.start, part.keys.start), min(run.stop, part.keys.stop)
-            within = slice(low - run.start, high - run.start)
-            terms = block.terms(seen, within) if low < high else None
-            if terms is None:
-                continue
-            keys = slice(low - part.keys.start, high - part.keys.start)
-            columns = slice(first + within.start, first + within.stop)
-            target = here = None
-            if rows.target is not None and not part.step:  # targets are in the own block
-                at = block.vector(rows.target) - low
-                here = (at >= 0) & (at < high - low)
-                target = torch.where(here, at, torch.zeros_like(at))
-            request = replace(
-                rows,
-                query=block.matrix(rows.query),
-                key=part.tensors[0][..., keys, :],
-                value=None if rows.value is None else part.tensors[1][..., keys, :],
-                scale=block.vector(rows.scale),
-                bias=None if rows.bias is None else _columns(block.matrix(rows.bias), columns),
-                target=target,
-                terms=terms,
-                rank=target is not None and rows.rank,
-            )
-            found.append(_Tile(request, keys, columns, here))
+            start, stop = (first - run.start + x for x in (part.keys.start, part.keys.stop))
+            start, stop = max(start, first), min(stop, first + run.stop - run.start)
+            for begin, end in tree.pieces(start, stop) if self.leaves else [(start, stop)]:
+                within = slice(begin - first, end - first)
+                terms = block.terms(seen, within) if begin < end else None
+                if terms is None:
+                    continue
+                low = run.start + within.start
+                target = here = None
+                if rows.target is not None and not part.step:  # targets are in the own block
+                    at = block.vector(rows.target) - low
+                    here = (at >= 0) & (at < end - begin)
+                    target = torch.where(here, at, torch.zeros_like(at))
+                keys, columns = slice(low - part.keys.start, low - part.keys.start + end - begin), slice(begin, end)
+                request = replace(
+                    rows,
+                    query=block.matrix(rows.query),
+                    key=part.tensors[0][..., keys, :],
+                    value=None if rows.value is None else part.tensors[1][..., keys, :],
+                    scale=block.vector(rows.scale),
+                    bias=None if rows.bias is None else _columns(block.matrix(rows.bias), columns),
+                    target=target,
+                    terms=terms,
+                    rank=target is not None and rows.rank,
+                )
+                found.append(_Tile(request, keys, columns, here))
         return found
 
 
@@ -241,17 +258,12 @@ def _run(
     function they add their gradients up in one place, where two would hold them twice.
     """
     found: list[Sums] = []
-    out, made = _Ring.apply(passes, found, query, key, value, scale, bias), []  # type: ignore[no-untyped-call]
+    out = _Ring.apply(passes, found, query, key, value, scale, bias)  # type: ignore[no-untyped-call]
     for i, (one, plain) in enumerate(zip(passes, found, strict=True)):
         mass, first, spread, mean, score = out[5 * i : 5 * i + 5]
-        peak, ungroup = plain.peak.to(one.rows.dtype), one.rows.ungroup
-        one_sums = plain._replace(peak=peak, mass=mass, first=first, spread=spread, mean=mean, target_score=score)
-        if one.rows.groups > 1:
-            given = one_sums._asdict().items()
-            flat: dict[str, Any] = {name: ungroup(x, int(name == "mean")) for name, x in given if x is not None}
-            one_sums = one_sums._replace(**flat)
-        made.append(one_sums)
-    return made
+        peak = plain.peak.to(one.rows.dtype)
+        found[i] = plain._replace(peak=peak, mass=mass, first=first, spread=spread, mean=mean, target_score=score)
+    return [dispatch.ungrouped(sums, one.rows) for sums, one in zip(found, passes, strict=True)]
 
 
 class _Ring(torch.autograd.Function):
@@ -259,94 +271,89 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        passes: tuple[_Pass, ...],
-        found: list[Sums],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
-        scale: Tensor,
-        bias: Tensor | None,
+        ctx: Any, passes: tuple[_Pass, ...], found: list[Sums], *operands: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         results: list[Tensor | None] = []
         saved: list[Tensor | None] = []
-        for turned, one in enumerate(passes):
-            rows, own = (key, [query]) if turned else (query, [key] if value is None else [key, value])
-            with no_autocast(query):
-                s = _forward(one.over(rows, scale, bias), own)
+        for one in passes:
+            with no_autocast(one.rows.query):
+                s = _forward(*one.over(operands))
             found.append(s)
             results += [s.mass, s.first, s.spread, s.mean, s.target_score]
             saved += [s.peak, s.mass, s.first, s.mean]
-        ctx.passes = passes
+        ctx.passes, ctx.exact = passes, in_exact_rows()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, scale, bias, *saved)
+        ctx.save_for_backward(*operands, *saved)
         return tuple(results)
 
     @staticmethod
     @no_second(ACROSS_RANKS, IN_ONE_PROCESS)
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given, saved = ctx.saved_tensors[: len(OPERANDS)], ctx.saved_tensors[len(OPERANDS) :]
-        query, key, value, scale, bias = given
-        needs, dtype = dict(zip(OPERANDS, ctx.needs_input_grad[2:], strict=True)), ctx.passes[0].rows.dtype
+        needs = dict(zip(OPERANDS, ctx.needs_input_grad[2:], strict=True))
         wanted = {name for name, need in needs.items() if need}
-        for turned, one in enumerate(ctx.passes):
-            wanted |= {"query" if turned else name for name, moves in zip(TRAVELLING, one.moves, strict=True) if moves}
+        for one in ctx.passes:
+            moving = {name for name, moves in zip(TRAVELLING, one.moves, strict=True) if moves}
+            wanted |= {_TURNED[name] for name in moving} if one.turned else moving
+        operands = {name: x for name, x in zip(OPERANDS, given, strict=True) if x is not None}
         total = {
-            name: torch.zeros(x.shape, dtype=dtype, device=x.device)
-            for name, x in zip(OPERANDS, given, strict=True)
-            if x is not None and name in wanted
+            name: torch.zeros_like(x, dtype=ctx.passes[0].rows.dtype, memory_format=torch.contiguous_format)
+            for name, x in operands.items()
+            if name in wanted
         }
-        for turned, one in enumerate(ctx.passes):
-            into = {_TURNED.get(name, name): grad for name, grad in total.items()} if turned else total
-            rows, own = (key, [query]) if turned else (query, [key] if value is None else [key, value])
-            one, cut = one.over(rows, scale, bias, backward=True), Cut.of(own, max(one.sizes))
-            known, upstream = saved[4 * turned : 4 * turned + 4], grads[5 * turned : 5 * turned + 5]
+        for i, one in enumerate(ctx.passes):
+            into = {_TURNED.get(name, name): grad for name, grad in total.items()} if one.turned else total
+            (one, own, cut), by_leaf = one.over(given, ranked=False), _ByLeaf(one, _added)
+            known, upstream = saved[4 * i : 4 * i + 4], grads[5 * i : 5 * i + 5]
             names = [name for name in TRAVELLING if name in into]
-            with no_autocast(key):
+            with no_autocast(one.rows.key), as_forward(ctx.exact):
                 for part in walk(one.collective, own, one.sizes, cut, [into[name] for name in names]):
                     travelling = dict(zip(names, part.grads, strict=True))
                     # in a function of its own: what it has made is free before the next part is worked on
-                    _pull_back(one, cut, part, known, upstream, into | travelling)
-        kept = [total[name].to(x.dtype) if needs[name] and name in total else None
-                for name, x in zip(OPERANDS, given, strict=True)]  # fmt: skip
-        return None, None, *kept
+                    _pull_back(one, cut, part, known, upstream, into | travelling, by_leaf)
+            for block, found in by_leaf.results():
+                _add_rows(block, found, into)
+        kept = {name: total[name].to(x.dtype) for name, x in operands.items() if needs[name]}
+        return None, None, *[kept.get(name) for name in OPERANDS]
 
 
-def _forward(one: _Pass, own: Sequence[Tensor]) -> Sums:
+def _forward(one: _Pass, own: Sequence[Tensor], cut: Cut) -> Sums:
     """A pass over the blocks of all ranks; `own` are the key and value of this one."""
     rows, new, shape = one.rows, one.rows.scale, one.rows.query.shape[:-1]
     moment = None if len(own) == 1 else new.new_zeros(*shape, own[1].shape[-1])
-    mass, first, spread, count = new.new_zeros(shape), new.new_zeros(shape), new.new_zeros(shape), new.new_zeros(shape)
+    mass, first, spread, count = (new.new_zeros(shape) for _ in range(4))
     total = State(new.new_full(shape, -torch.inf, dtype=torch.float64), mass, first, spread, count, moment)
     score = None if rows.target is None else new.new_full(shape, -torch.inf)
     counts = rows.rank or one.level is not None
     rank = torch.zeros(shape, dtype=torch.int64, device=new.device) if counts else None
+    by_leaf = _ByLeaf(one, State.merge)
 
-    cut = Cut.of(own, max(one.sizes))
+    def reduce(part: Part) -> None:  # in a function of its own, as in the backward pass
+        for block in one.blocks(cut, part, light=moment is None and rank is None):
+            for tile in one.tiles(part, block):
+                found = dispatch.forward(tile.request)
+                if one.leaves:
+                    by_leaf.add(block, tile.columns, found.state)
+                else:
+                    block.state(total).add_(found.state)
+                if score is not None and found.target_score is not None:
+                    block.vector(score).copy_(found.target_score)
+                if rank is not None and found.rank is not None:
+                    block.vector(rank).copy_(found.rank)
+                elif rank is not None:
+                    level = score if one.level is None else one.level
+                    assert level is not None
+                    block.vector(rank).add_(count_above(tile.request, block.vector(level)))
+
     # the rank of a target is counted from its score: those of the own block, where all targets are, come at once
     at_home = cut if rows.target is None else cut.whole_keys()
     for part in walk(one.collective, own, one.sizes, cut, at_home=at_home):
-        _merge(one, cut, part, total, score, rank)
+        reduce(part)
+    for block, state in by_leaf.results():
+        block.state(total).add_(state)
     mean = None if moment is None else total.expectation(consume=True)
     found = Sums(total.peak, mass, count, mean=mean, target_score=score, rank=rank)
     return found._replace(first=first, spread=spread) if rows.statistics else found
-
-
-def _merge(one: _Pass, cut: Cut, part: Part, total: State, score: Tensor | None, rank: Tensor | None) -> None:
-    """Reduce the rows over one part, and merge."""
-    for block in one.blocks(cut, part, light=total.moment is None and rank is None):
-        state = block.state(total)
-        for tile in one.tiles(part, block):
-            found = dispatch.forward(tile.request)
-            state.add_(found.state)
-            if score is not None and found.target_score is not None:
-                block.vector(score).copy_(found.target_score)
-            if rank is not None and found.rank is not None:
-                block.vector(rank).copy_(found.rank)
-            elif rank is not None:
-                level = score if one.level is None else one.level
-                assert level is not None
-                block.vector(rank).add_(count_above(tile.request, block.vector(level)))
 
 
 def _pull_back(
@@ -356,6 +363,7 @@ def _pull_back(
     known: Sequence[Tensor | None],  # peak, mass, first and mean of the pass
     grads: Sequence[Tensor | None],  # of mass, first, spread, mean and the target's score
     into: dict[str, Tensor],  # zeros, or gradients of other passes
+    by_leaf: _ByLeaf[dict[str, Tensor]],
 ) -> None:
     """Add the gradients that come from one part."""
     needs, peak = [name in into for name in OPERANDS], known[0]
@@ -367,16 +375,49 @@ def _pull_back(
             assert upstream is not None
             g = None if tile.here is None or upstream.target is None else upstream.target.where(tile.here, 0.0)
             above = upstream._replace(target=g)
+            over_keys: dict[str, Tensor] = {}
             # not kept in a variable: they would be held while the next ones are made
             for name, grad in dispatch.backward(tile.request, block.vector(peak), above, needs).items():
                 if name in TRAVELLING:
                     into[name][..., tile.keys, :].add_(grad)
-                elif name == "query":
-                    block.matrix(into[name]).add_(grad)
-                elif name == "scale":
-                    block.vector(into[name]).add_(grad)
-                else:
+                elif name == "bias" and into[name].shape[-1] > 1:
                     _columns(block.matrix(into[name]), tile.columns).add_(grad)
+                else:
+                    over_keys[name] = grad
+            if one.leaves:
+                by_leaf.add(block, tile.columns, over_keys)
+            else:
+                _add_rows(block, over_keys, into)
+
+
+def _add_rows(block: _Rows, found: dict[str, Tensor], into: dict[str, Tensor]) -> None:
+    """Add gradients that are sums over keys."""
+    for name, grad in found.items():
+        (block.vector if name == "scale" else block.matrix)(into[name]).add_(grad)
+
+
+def _added(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: grad + other[name] for name, grad in one.items()}
+
+
+class _ByLeaf(Generic[T]):
+    """What every block of rows has found for the leaves of the whole sequence."""
+
+    def __init__(self, one: _Pass, join: Callable[[T, T], T]):
+        self._n, self._join = sum(one.sizes), join
+        self._known: dict[tuple[int | None, int], tuple[_Rows, tree.Joining[T]]] = {}
+
+    def add(self, block: _Rows, columns: slice, found: T) -> None:
+        place = block.entries.start, block.rows.start
+        if place not in self._known:
+            self._known[place] = block, tree.Joining(self._n, self._join)
+        self._known[place][1].add(columns.start, columns.stop, found)
+
+    def results(self) -> Iterator[tuple[_Rows, T]]:
+        for block, joining in self._known.values():
+            found = joining.result()
+            if found is not None:
+                yield block, found
 
 
 def _upstream(rows: Request, known: Sequence[Tensor | None], grads: Sequence[Tensor | None], block: _Rows) -> SumGrads:
@@ -460,26 +501,21 @@ class _Pairs(torch.autograd.Function):
         with no_autocast(rows):
             for part in walk(ctx.collective, [key], sizes, Cut.of([key], max(sizes)), total[1:2] if needs[1] else []):
                 places = [total[0], *(part.grads or total[1:2]), *total[2:]]
-                _add_gradients(ctx.function, part, [rows, part.tensors[0], *shared], needs, grad, places)
+                found = _gradients(ctx.function, part, [rows, part.tensors[0], *shared], needs, grad)
+                for place, more in zip(itertools.compress(places, needs), found, strict=True):
+                    place.add_(more)
         kept = zip(total, given, needs, strict=True)
         return None, None, *(g.to(x.dtype) if need else None for g, x, need in kept)
 
 
-def _add_gradients(
-    function: Callable[..., Tensor],
-    part: Part,
-    given: Sequence[Tensor],
-    needs: Sequence[bool],
-    grad: Tensor,
-    places: Sequence[Tensor],
-) -> None:
-    """Add the gradients that come from one part to their places."""
+def _gradients(
+    function: Callable[..., Tensor], part: Part, given: Sequence[Tensor], needs: Sequence[bool], grad: Tensor
+) -> Sequence[Tensor]:
+    """The gradients that are needed, of one part."""
     leaves = [x.detach().to(grad.dtype).requires_grad_(need) for x, need in zip(given, needs, strict=True)]
     with torch.enable_grad():
         out = _of_part(function, part, leaves)
-    wanted = [(x, place) for x, place in zip(leaves, places, strict=True) if x.requires_grad]
-    for found, (_, place) in zip(torch.autograd.grad(out, [x for x, _ in wanted], grad), wanted, strict=True):
-        place.add_(found)
+    return torch.autograd.grad(out, list(itertools.compress(leaves, needs)), grad)
 
 
 def _of_part(function: Callable[..., Tensor], part: Part, given: Sequence[Tensor]) -> Tensor:

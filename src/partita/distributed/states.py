@@ -7,20 +7,24 @@ Three small messages per row, whatever the number of keys. A rank with no keys b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from partita.collective import Collective, Fact
+from partita.distributed import tree
 from partita.distributed.ring import count_above
 from partita.engine import State
+from partita.engine.backends import tiled
 from partita.engine.dispatch import execute
 from partita.engine.request import Request
 from partita.engine.sums import Sums
 from partita.errors import DtypeError
+from partita.exactness import in_exact_rows
 
 __all__ = ["merge", "merged", "slices"]
 
@@ -49,6 +53,8 @@ def merged(state: State, known: Collective, statistics: bool = True) -> State:
     """`merge` after the checks; without statistics the moments of the score are left out."""
     if known.size == 1:
         return state
+    if in_exact_rows():
+        return tree.merged(state, known)
     peak = known.all_reduce(state.peak, dist.ReduceOp.MAX)
     own = state.seen_from(peak)
     rows = [own.mass, own.count, own.first] if statistics else [own.mass, own.count]
@@ -66,31 +72,74 @@ def merged(state: State, known: Collective, statistics: bool = True) -> State:
 
 
 def slices(
-    known: Collective, make: Callable[..., Request], target: Tensor, here: Tensor, *, rank: bool, statistics: bool
+    known: Collective,
+    makes: Sequence[Callable[..., Request]],
+    target: Tensor,
+    here: Tensor,
+    *,
+    rank: bool,
+    statistics: bool,
 ) -> Sums:
     """`Collective.slices` for a group."""
-    request = make(statistics=statistics, argmax=rank)
-    if not request.n_key:
-        sums = execute(request)
-        score, ranks = torch.zeros_like(sums.mass), target
-    else:
-        sums = execute(make(target=target, rank=rank, statistics=statistics, argmax=rank))
-        assert sums.target_score is not None
-        score, ranks = sums.target_score, target if sums.rank is None else sums.rank
-    whole = merged(sums.state, known, statistics)
-    score = known.total(torch.where(here, score, torch.zeros_like(score)))
+    exact, first = in_exact_rows() and target.is_cpu, 0
+    parts: list[_Part] = []
+    for make in makes:
+        request = make(statistics=statistics, argmax=rank)
+        mine, n = here & (target >= first) & (target < first + request.n_key), request.n_key
+        if n:
+            at = torch.where(mine, target - first, torch.zeros_like(target))
+            request = make(target=at, rank=rank and not exact, statistics=statistics, argmax=rank)
+        parts.append(_Part(request, mine, first, execute(request)))
+        first += n
+    found = [x.sums for x in parts]
+    whole = merged(known.joined([x.state for x in found], State.merge), known, statistics)
+    score = known.total(_at_target(parts, found))
     if not rank:
         return Sums.of(whole, score)
-    if request.n_key and not bool(here.all()):
-        ranks = torch.where(here, ranks, count_above(request, score.detach()))
-    return Sums.of(whole, score, known.added(ranks))._replace(argmax=_best_key(sums, known))
+    ranks, level = torch.zeros_like(target), score.detach()
+    by_tiles = exact and parts[0].request.pairs is None
+    if by_tiles:  # scores of all keys, and of the target, by products of one shape
+        quiet: dict[str, Any] = {"rank": False, "statistics": False, "argmax": False}
+        level = known.added(_at_target(parts, [tiled.forward(replace(x.request, **quiet)) for x in parts]))
+    for x in parts if first else ():
+        counted = x.sums.rank
+        if by_tiles:
+            counted = tiled.count_above(x.request, level)
+        elif counted is None or not bool(x.mine.all()):
+            other = count_above(x.request, level)
+            counted = other if counted is None else torch.where(x.mine, counted, other)
+        ranks = ranks + counted
+    return Sums.of(whole, score, known.added(ranks))._replace(argmax=_best_key(parts, known))
+
+
+class _Part(NamedTuple):
+    """A rank's slice of the keys, or a leaf of it."""
+
+    request: Request
+    mine: Tensor  # rows whose target is here
+    first: int  # its first key in the slice
+    sums: Sums
+
+
+def _at_target(parts: Sequence[_Part], found: Sequence[Sums]) -> Tensor:
+    """The score of the target of every row, 0 where it is on another rank."""
+    total = torch.zeros_like(found[0].mass)
+    for x, sums in zip(parts, found, strict=True):
+        if sums.target_score is not None:
+            total = torch.where(x.mine, sums.target_score, total)
+    return total
 
 
 @torch.no_grad()
-def _best_key(sums: Sums, known: Collective) -> Tensor:  # (..., Q)
-    """The first key, in the whole, of the largest score; of ranks that tie, the first."""
-    assert sums.argmax is not None
-    first = sum(known.sizes[0][: known.rank])
-    scores = torch.stack(known.all_gather(sums.peak.double()))
-    keys = torch.stack(known.all_gather(torch.where(sums.argmax < 0, sums.argmax, sums.argmax + first)))
-    return keys.gather(0, scores.argmax(0)[None])[0]
+def _best_key(parts: Sequence[_Part], known: Collective) -> Tensor:  # (..., Q)
+    """The first key, in the whole, of the largest score; of leaves and ranks that tie, the first."""
+    before = sum(known.sizes[0][: known.rank])
+    scores = torch.stack([x.sums.peak.double() for x in parts])
+    keys = []
+    for x in parts:
+        assert x.sums.argmax is not None
+        keys.append(torch.where(x.sums.argmax < 0, x.sums.argmax, x.sums.argmax + (before + x.first)))
+    best = scores.argmax(0, keepdim=True)
+    own, at = (t.gather(0, best)[0] for t in (scores, torch.stack(keys)))
+    best = torch.stack(known.all_gather(own)).argmax(0, keepdim=True)
+    return torch.stack(known.all_gather(at)).gather(0, best)[0]

@@ -41,7 +41,7 @@ from partita.precision import autocasts
 from partita.support import causal as causal_support
 
 __all__ = [
-    "attention", "backward", "both_ways", "execute", "forward", "row_statistics", "scores", "weighted_nll",
+    "attention", "backward", "both_ways", "execute", "forward", "row_statistics", "scores", "ungrouped", "weighted_nll",
 ]  # fmt: skip
 
 _CAUSAL = causal_support()
@@ -57,11 +57,13 @@ def execute(request: Request) -> Sums:
         sums = autograd.reduce(r, entry, tensors) if context.needs_grad else forward(replace(r, last=True), entry)
     else:
         sums = traced(r, named(r), node=not torch.compiler.is_compiling())
-    return sums if r.groups == 1 else _ungrouped(sums, r)
+    return sums if r.groups == 1 else ungrouped(sums, r)
 
 
-def _ungrouped(sums: Sums, request: Request) -> Sums:
+def ungrouped(sums: Sums, request: Request) -> Sums:
     """The rows of grouped queries with their heads in one dimension again."""
+    if request.groups == 1:
+        return sums
     flat: dict[str, Any] = {
         name: request.ungroup(x, int(name in ("moment", "mean")))
         for name, x in sums._asdict().items()

@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,16 +102,8 @@ def linear_cross_entropy(
         _checks.check_whole("shift", shift, least=0)
         check_slice(processes, target)
         head = _Head.of(input, linear_weight, target, linear_bias, scale, sample_weight, options, shift, alone)
-        make = functools.partial(
-            build,
-            head.query,
-            head.key,
-            scale=head.scale,
-            bias=head.bias,
-            softcap=softcap,
-            cap_bias=softcap is not None,
-            checked=True,
-        )
+        capped: dict[str, Any] = {"softcap": softcap, "cap_bias": softcap is not None, "checked": True}
+        make = functools.partial(build, head.query, head.key, scale=head.scale, bias=head.bias, **capped)
         if not alone:
             make()  # what is wrong is an error on every rank
     dtype, statistics = loss_dtype(input), bool(return_stats) or entropy_weight != 0.0
@@ -132,7 +125,11 @@ def linear_cross_entropy(
     if scalar:
         total = terms.weigh(terms.share).sum() if reduction == "mean" else None
         return _weighted_sum(make, head.index, terms, total).to(dtype)
-    sums = own.sums(make, rank=bool(return_stats), statistics=statistics)
+    makes = [make]
+    if not alone:
+        cut = processes.leaves((head.query, head.scale), head.key, head.bias)
+        makes = [functools.partial(build, q, k, scale=s, bias=b, **capped) for (q, s), k, b in cut]
+    sums = own.sums(makes, rank=bool(return_stats), statistics=statistics)
     rows = terms.rows(sums.nll(), sums.state, options)
     loss = processes.replicated(head.place(rows) if reduction == "none" else terms.reduce(rows, options))
     if not return_stats:

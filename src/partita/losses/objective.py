@@ -23,7 +23,7 @@ add up over ranks (`partita.distributed.replicate(input, group)` adds them up).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,9 +144,9 @@ class Slice:
     here: Tensor | None  # bool, per row; None: all
     index: Tensor  # the class of the row in this slice, 0 where it is elsewhere
 
-    def sums(self, make: Callable[..., Request], *, rank: bool, statistics: bool) -> Sums:
-        """The sums of every row over the classes of all ranks; `make` as for `Collective.slices`."""
-        return self.processes.slices(make, self.index, self.here, rank=rank, statistics=statistics)
+    def sums(self, makes: Sequence[Callable[..., Request]], *, rank: bool, statistics: bool) -> Sums:
+        """The sums of every row over the classes of all ranks; `makes` as for `Collective.slices`."""
+        return self.processes.slices(makes, self.index, self.here, rank=rank, statistics=statistics)
 
     def terms(
         self,

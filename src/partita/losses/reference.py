@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from partita import _checks
 from partita._torch_function import overridable
@@ -17,12 +19,16 @@ from partita.engine import State
 from partita.engine.dispatch import scores
 from partita.engine.divergences import Kind, both_sides
 from partita.engine.listed import of_rows
+from partita.engine.request import Request
 from partita.errors import DtypeError, ShapeError, ValueRangeError
+from partita.exactness import in_exact_rows
 from partita.gibbs import Gibbs
-from partita.losses.tokens import check_head, check_listed, distribution, row_temperature, scores_of
+from partita.losses.tokens import check_head, check_listed, distribution, parts_of, row_temperature, scores_of
 from partita.recompute import by_rows, row_blocks
 
 __all__ = ["kl_estimate", "token_divergence"]
+
+_ROWS = 64  # in a block of exact rows
 
 
 @overridable
@@ -156,26 +162,43 @@ def _to_slice(
 
     Scores of some rows at a time, recomputed in the backward pass.
     """
-    states = (processes.merged(p.state(statistics=False)) for p in (policy, reference))
-    levels = [x.log_partition() for x in states]
+    n, exact = len(policy.query), not processes.alone and in_exact_rows()
+    if exact:
+        policy, reference = _filled(policy), _filled(reference)
+    cut = [parts_of(p, processes) for p in (policy, reference)]
+    levels = [processes.state(parts, False).log_partition() for parts in cut]
     if not processes.alone:  # every rank uses them with its own scores
         levels = [processes.sum_gradient(x) for x in levels]
-    one, other = policy.request(), reference.request()
-    if ref_ids is not None:
-        other = replace(other, key=other.key[ref_ids.long()])
 
-    def sums(rows: slice) -> tuple[Tensor]:
-        a, b = (scores(of_rows(x, rows)) - level[rows, None] for x, level in zip((one, other), levels, strict=True))
-        first, second = both_sides(kind, beta, a, b)
-        total = second if kind == "reverse" else first + second if kind in ("js", "hellinger") else first
-        found = total.sum(-1)
-        if kind == "js" and ref_ids is not None:  # where p is 0, q log(q / m) = -q log(1 - beta)
-            found = found - (1 - beta) * math.log(1 - beta) * (1 - b.exp().sum(-1))
-        return (found,)
+    def of_leaf(one: Request, other: Request, levels: Sequence[Tensor]) -> Tensor:
+        if ref_ids is not None:
+            other = replace(other, key=other.key[ref_ids.long()])
 
-    (found,) = by_rows(sums, row_blocks(one.n_query, max(one.n_key, 1), ()), (0,))
+        def sums(rows: slice) -> tuple[Tensor]:
+            a, b = (scores(of_rows(x, rows)) - level[rows, None] for x, level in zip((one, other), levels, strict=True))
+            first, second = both_sides(kind, beta, a, b)
+            total = second if kind == "reverse" else first + second if kind in ("js", "hellinger") else first
+            found = total.sum(-1)
+            if kind == "js" and ref_ids is not None:  # where p is 0, q log(q / m) = -q log(1 - beta)
+                found = found - (1 - beta) * math.log(1 - beta) * (1 - b.exp().sum(-1))
+            return (found,)
+
+        rows, width = one.n_query, max(one.n_key, 1)
+        blocks = [slice(i, i + _ROWS) for i in range(0, rows, _ROWS)] if exact else row_blocks(rows, width, ())
+        return by_rows(sums, blocks, (0,))[0]
+
+    own = [part.request() for part in cut[0]], [part.request() for part in cut[1]]
+    rows = [given for given, _, _ in processes.leaves(levels, policy.key, None)]
+    found = processes.joined([of_leaf(*x) for x in zip(*own, rows, strict=True)], torch.add)[:n]
     found = processes.total(found)
     return 1 + found if kind == "hellinger" else found
+
+
+def _filled(p: Gibbs) -> Gibbs:
+    """Rows of zeros added up to a whole number of blocks: torch's products know their shapes."""
+    more = -len(p.query) % _ROWS if len(p.query) else _ROWS
+    scale = pad(p.scale, (0, more), value=1.0) if isinstance(p.scale, Tensor) and p.scale.dim() else p.scale
+    return Gibbs(pad(p.query, (0, 0, 0, more)), p.key, scale=scale)
 
 
 def _checked_list(
@@ -210,8 +233,9 @@ def _to_listed(
     if not processes.alone:
         check_listed("teacher_index", index, sum(processes.sizes[0]))
     valid = index >= 0
-    score = scores_of(policy, processes, index.clamp(min=0))
-    level = processes.merged(policy.state(statistics=False)).log_partition()
+    parts = parts_of(policy, processes)
+    score = scores_of(parts, processes, index.clamp(min=0))
+    level = processes.state(parts, False).log_partition()
     own = torch.where(valid, score - level[:, None], -torch.inf)
     given = torch.where(valid, log_prob.to(own.dtype), -torch.inf)
     if tail == "bucket":

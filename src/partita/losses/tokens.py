@@ -10,7 +10,7 @@ score, `top_k` another, and ranks of K ids per row K more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,8 +28,8 @@ from partita.gibbs import Gibbs, sharper
 from partita.precision import check_same_dtype, product
 
 __all__ = [
-    "TokenStats", "check_head", "check_listed", "collision", "distribution", "row_temperature", "scores_of",
-    "token_stats",
+    "TokenStats", "check_head", "check_listed", "collision", "distribution", "parts_of", "row_temperature",
+    "scores_of", "token_stats",
 ]  # fmt: skip
 
 OF_IDS = ("log_prob", "rank", "is_top")
@@ -212,38 +212,37 @@ class _Rows:
 def _read(found: dict[str, Tensor], rows: _Rows, wanted: tuple[str, ...], best: int, processes: Collective) -> None:
     """Everything of the whole vocabulary."""
     p, ids = rows.gibbs, rows.ids
+    parts = parts_of(p, processes)
     ranked = bool({"rank", "is_top"} & set(wanted))
     moments = bool({"entropy", "varentropy", "mean_logit"} & set(wanted)) or (ranked and not processes.alone)
 
-    def ask(**reads: Any) -> Request:
-        return p.asking(**reads)
-
+    makes = [part.asking for part in parts]
     log_prob: Tensor | None = None
     rank: Tensor | None = None
     if ids.shape[1] == 1:  # its score and rank come with the pass
         target, here = local_ids(processes, ids[:, 0])
-        sums = processes.slices(ask, target, here, rank=ranked, statistics=moments, variance="varentropy" in wanted)
+        sums = processes.slices(makes, target, here, rank=ranked, statistics=moments, variance="varentropy" in wanted)
         state, log_prob = sums.state, -sums.nll()[:, None]
         rank = None if sums.rank is None else sums.rank[:, None]
     else:
-        state = processes.merged(p.state(statistics=moments))
+        state = processes.state(parts, moments)
         if "log_prob" in wanted:
-            log_prob = scores_of(p, processes, ids) - state.log_partition()[:, None]
+            log_prob = scores_of(parts, processes, ids) - state.log_partition()[:, None]
         if ranked and ids.shape[1]:
-            rank = torch.stack([_rank(ask, rows, processes, column) for column in ids.mT], 1)
+            rank = torch.stack([_rank(makes, processes, column) for column in ids.mT], 1)
         elif ranked:
             rank = ids
     _of_ids(found, rows, log_prob, rank)
     _of_rows(found, rows, state, wanted)
     if "log_sum_sq" in wanted:
-        twice = processes.merged(sharper(p, 2.0).state(statistics=False))
+        twice = processes.state([sharper(part, 2.0) for part in parts], False)
         found["log_sum_sq"] = rows.place(collision(state, twice))
     if best and processes.alone:
         _of_best(found, rows, *p.top(best), state)
     elif best:
         with torch.no_grad():
             score, index = p.top(best)
-        _of_best(found, rows, *_best_of_all(score, index + _first(processes), rows, processes), state)
+        _of_best(found, rows, *_best_of_all(score, index + _first(processes), parts, processes), state)
 
 
 def _read_kept(
@@ -267,7 +266,7 @@ def _read_kept(
     at = torch.arange(n, device=row.device)[:, None] * (1 << 40) + rows.ids
     inside = _contains(key, at) if processes.alone else processes.added(_contains(key, at).long()) > 0
     if {"log_prob", "rank", "is_top"} & set(wanted):
-        own = scores_of(rows.gibbs, processes, rows.ids)
+        own = scores_of([rows.gibbs], processes, rows.ids)
         log_prob = torch.where(inside, own - state.log_partition()[:, None], -torch.inf)
         higher = score.detach()[:, None] > own.detach()[row]
         rank = torch.zeros_like(rows.ids).index_add(0, row, higher.long())
@@ -276,12 +275,12 @@ def _read_kept(
     if "log_sum_sq" in wanted:
         found["log_sum_sq"] = rows.place(collision(state, processes.merged(state_of_pairs(2 * score, row, n))))
     if "kept_mass" in wanted:
-        whole = processes.merged(rows.gibbs.state(statistics=False))
+        whole = processes.state(parts_of(rows.gibbs, processes), False)
         found["kept_mass"] = rows.place((state.log_partition() - whole.log_partition()).exp())
     if best:
         top, index = _best_of(score, row, col if here is None else col[here], n, best)
         if not processes.alone:
-            top, index = _best_of_all(top, index, rows, processes)
+            top, index = _best_of_all(top, index, [rows.gibbs], processes)
         _of_best(found, rows, top, index, state)
     missing = ~inside if rows.counts is None else ~inside & rows.counts
     found["outside"] = missing.sum()
@@ -333,12 +332,12 @@ def _best_of(score: Tensor, row: Tensor, col: Tensor, n: int, k: int) -> tuple[T
     return score[chosen].masked_fill(missing, -torch.inf), col[chosen].masked_fill(missing, -1)
 
 
-def _best_of_all(score: Tensor, index: Tensor, rows: _Rows, processes: Collective) -> tuple[Tensor, Tensor]:
+def _best_of_all(score: Tensor, index: Tensor, parts: Sequence[Gibbs], processes: Collective) -> tuple[Tensor, Tensor]:
     """The same of all ranks, from the best of each; with a gradient."""
     best, at = torch.cat(processes.all_gather(score.detach()), -1).sort(dim=-1, descending=True, stable=True)
     best, at = (x[:, : score.shape[-1]] for x in (best, at))
     index = torch.cat(processes.all_gather(index), -1).gather(-1, at)
-    found = scores_of(rows.gibbs, processes, torch.where(best.isneginf(), 0, index))
+    found = scores_of(parts, processes, torch.where(best.isneginf(), 0, index))
     return found.masked_fill(best.isneginf(), -torch.inf), index.masked_fill(best.isneginf(), -1)
 
 
@@ -381,20 +380,34 @@ def local_ids(processes: Collective, ids: Tensor) -> tuple[Tensor, Tensor | None
     return torch.where(here, ids, torch.zeros_like(ids)), here
 
 
-def scores_of(p: Gibbs, processes: Collective, ids: Tensor) -> Tensor:  # (n, K)
+def parts_of(p: Gibbs, processes: Collective) -> list[Gibbs]:
+    """The distribution, or over a group in exact rows the leaves that it is cut into."""
+    found = processes.leaves((p.query, p.scale), p.key, p.bias)
+    if len(found) == 1:
+        return [p]
+    options: dict[str, Any] = {"softcap": p.softcap, "cap_bias": p.cap_bias, "score": p.score}
+    return [Gibbs(query, key, scale=scale, bias=bias, **options) for (query, scale), key, bias in found]
+
+
+def scores_of(parts: Sequence[Gibbs], processes: Collective, ids: Tensor) -> Tensor:  # (n, K)
     """The logits of these ids."""
     near, here = local_ids(processes, ids)
     row = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
     if here is None:
-        return pair_scores(p.request(), row.reshape(-1), near.reshape(-1)).reshape(ids.shape)
-    own = pair_scores(p.request(), row[here], near[here])
-    return processes.total(own.new_zeros(ids.shape).index_put((here,), own))
+        return pair_scores(parts[0].request(), row.reshape(-1), near.reshape(-1)).reshape(ids.shape)
+    total, first = torch.zeros(ids.shape, dtype=parts[0].request().dtype, device=ids.device), 0
+    for part in parts:
+        n = part.key.shape[0]
+        mine = here & (near >= first) & (near < first + n)
+        total = total.index_put((mine,), pair_scores(part.request(), row[mine], near[mine] - first))
+        first += n
+    return processes.total(total)
 
 
 @torch.no_grad()
-def _rank(ask: Any, rows: _Rows, processes: Collective, ids: Tensor) -> Tensor:
+def _rank(makes: Sequence[Callable[..., Request]], processes: Collective, ids: Tensor) -> Tensor:
     target, here = local_ids(processes, ids.contiguous())
-    rank = processes.slices(ask, target, here, rank=True, statistics=not processes.alone).rank
+    rank = processes.slices(makes, target, here, rank=True, statistics=not processes.alone).rank
     assert rank is not None
     return rank
 

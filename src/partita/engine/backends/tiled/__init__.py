@@ -23,8 +23,8 @@ from partita.engine.terms import window_mask
 from partita.exactness import in_exact_rows
 
 __all__ = [
-    "backward", "column_sums", "divergence", "divergence_backward", "forward", "score_tiles", "scores_whole",
-    "second_order", "tile_shape",
+    "backward", "column_sums", "count_above", "divergence", "divergence_backward", "forward", "score_tiles",
+    "scores_whole", "second_order", "tile_shape",
 ]  # fmt: skip
 
 
@@ -193,6 +193,11 @@ def score_tiles(request: Request, *, whole: bool = False) -> Iterator[tuple[slic
                 yield cols, s.expand(*request.batch, *s.shape[-2:])
 
         yield rows, tiles()
+
+
+def count_above(request: Request, level: Tensor) -> Tensor:  # (*b, Q) int64
+    """How many visible keys of each row are above a level made by `forward` in exact rows; by the same products."""
+    return exact.count_above(request, level, score_tiles)
 
 
 def scores_whole(request: Request) -> Tensor:  # (*b, Q, K)

@@ -12,7 +12,7 @@ Where a row is in its block changes nothing: that a product of one shape treats 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from partita.engine.request import Request
 from partita.engine.sums import OPERANDS, SumGrads, Sums
 from partita.engine.terms import TAIL, Term, window_mask
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "count_above", "forward"]
 
 ROWS, KEYS, WIDTH = 64, 512, 64
 
@@ -135,7 +135,22 @@ def forward(r: Request, run: Callable[[Request], Sums]) -> Sums:
             else:
                 last: Any = (..., *at)
                 found[name][last] = x[..., :n]
-    return Sums(**found)  # type: ignore[arg-type]
+    return Sums(**found) if found else run(r)  # type: ignore[arg-type]
+
+
+def count_above(
+    r: Request, level: Tensor, score_tiles: Callable[[Request], Iterable[tuple[slice, Iterable[tuple[slice, Tensor]]]]]
+) -> Tensor:  # (*b, Q) int64
+    """Visible keys of every row whose score is above its level: the score that `forward` gives a target."""
+    total = torch.zeros((*r.batch, r.n_query), dtype=torch.int64, device=level.device)
+    for block in _blocks(replace(r, value=None, target=None)):
+        n, at = block.rows.stop - block.rows.start, block.place
+        own = _filled(level.expand(total.shape)[at], ROWS)
+        with tile_shape(ROWS, KEYS):
+            for _, tiles in score_tiles(block.request):
+                for _, s in tiles:
+                    total[at] += (s > own[:, None]).sum(-1)[:n]
+    return total
 
 
 def backward(
