@@ -32,7 +32,7 @@ from partita.monitor.loading import read_record
 from partita.monitor.losses import Face
 from partita.monitor.observer import Observer
 from partita.monitor.options import Coverage, Options, coverage, expected, provenance, whole_step
-from partita.monitor.record import Readings, Record, merge_records, text_of
+from partita.monitor.record import Readings, Record, merge_records
 from partita.monitor.scores import sdpa_scores
 from partita.monitor.sinks import LiveLine
 
@@ -419,7 +419,7 @@ class Watch(Readings, Subscriber):
         mine = self.finished()
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return mine
-        sent = "".join(text_of(line) for line in mine.lines()).encode()
+        sent = "".join(mine.lines()).encode()
         parts = gather_bytes(sent, torch.distributed.group.WORLD if group is None else group)
         # text, read like any file: it cannot run anything here, as a pickle could
         return merge_records([read_record(io.StringIO(part.decode()), "a record of another rank") for part in parts])
