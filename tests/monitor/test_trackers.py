@@ -65,9 +65,7 @@ def expected(w: Any) -> dict[int, dict[str, float]]:
     """Flat names and numbers of each step, from the record."""
     record = w.record
     found = {
-        step: scalars(
-            record, [b for b in record.blocks if b.step == step], [r for r in record.losses if r["step"] == step]
-        )
+        step: scalars([b for b in record.blocks if b.step == step], [r for r in record.losses if r["step"] == step])
         for step in record.steps()
     }
     assert any("(" in name for name in found[0]) and "partita/max_score/layer0" in found[0]

@@ -92,20 +92,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="partita", description="One partition function: see what the softmaxes of a model are doing."
-    )
+    about = "One partition function: see what the softmaxes of a model are doing."
+    parser = argparse.ArgumentParser(prog="partita", description=about)
     parser.add_argument("--version", action="version", version=f"partita {partita.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
 
     inspect = _command(commands, "inspect", run_inspect, "run a model on text and report what its softmaxes do")
     inspect.add_argument("model", help="a Hugging Face folder or a name available locally, or FILE.py:factory")
     inspect.add_argument("--text", type=to_path, help="a text file (default: built-in text)")
-    inspect.add_argument(
-        "--bytes",
-        action="store_true",
-        help="feed the bytes of the text, modulo the vocabulary, to a model that comes without a tokenizer",
-    )
+    fed = "feed the bytes of the text, modulo the vocabulary, to a model that comes without a tokenizer"
+    inspect.add_argument("--bytes", action="store_true", help=fed)
     inspect.add_argument("--max-length", type=int, default=512, help="longest input in tokens (512)")
     inspect.add_argument("--rows", type=to_count, help="observe this number of queries per call (default: all)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
@@ -114,22 +110,13 @@ def build() -> argparse.ArgumentParser:
     inspect.add_argument("--report", type=to_path, help="write the HTML report")
 
     report = _command(commands, "report", run_report, "a record, or two to compare, as one HTML page")
-    report.add_argument(
-        "record", type=to_path, metavar="RUN", help="a file written by watch(...).save, or a folder with one"
-    )
+    record = "a file written by watch(...).save, or a folder with one"
+    report.add_argument("record", type=to_path, metavar="RUN", help=record)
     report.add_argument("other", type=to_path, nargs="?", metavar="OTHER", help="a second record to compare with")
-    report.add_argument(
-        "-o",
-        "--out",
-        type=to_path,
-        help="the page (report.html; with --json a page is written only where this names one)",
-    )
-    report.add_argument(
-        "--studies",
-        type=to_path,
-        metavar="DIR",
-        help="show the experiments `partita study run --out DIR` finished",
-    )
+    out = "the page (report.html; with --json a page is written only where this names one)"
+    report.add_argument("-o", "--out", type=to_path, help=out)
+    finished = "show the experiments `partita study run --out DIR` finished"
+    report.add_argument("--studies", type=to_path, metavar="DIR", help=finished)
     report.add_argument("--json", action="store_true", help="print the findings as JSON")
     _add_gate(report)
 
@@ -198,7 +185,7 @@ def verdict(everything: Sequence[Any], counts: Gate, options: argparse.Namespace
     if options.write_baseline:
         from partita.cli.gate import write_baseline
 
-        write_baseline(options.write_baseline, counts.without_baseline().counted(everything))
+        write_baseline(options.write_baseline, counts, everything)
     return FOUND if counts.fails(everything) else FINE
 
 
@@ -243,14 +230,9 @@ def run_inspect(options: argparse.Namespace) -> int:
         print(found["coverage"]["text"])
         print(f"{'layer':>5} {'heads':>5} {'H/log n':>8} {'width':>8} {'max':>8} {'key 0':>7}  name")
         for row in found["layers"]:
-            cells = [
-                f"{row[k]:8.3f}" if row[k] is not None else "      no"
-                for k in ("normalized_entropy", "effective_width", "max_score")
-            ]
-            print(
-                f"{row['layer']:>5} {row['heads']:>5} {' '.join(cells)} {row['sink_first'] or 0:7.3f}  "
-                f"{row['name'][:60]}"
-            )
+            numbers = (row[name] for name in ("normalized_entropy", "effective_width", "max_score"))
+            cells = " ".join("      no" if x is None else f"{x:8.3f}" for x in numbers)
+            print(f"{row['layer']:>5} {row['heads']:>5} {cells} {row['sink_first'] or 0:7.3f}  {row['name'][:60]}")
         show(findings)
         for what, path in (("record", options.save), ("report", options.report)):
             if path:

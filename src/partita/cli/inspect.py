@@ -41,14 +41,7 @@ NUMBERS = ("normalized_entropy", "effective_width", "max_score", "sink_first", "
 UNKNOWN = 0.9  # share of unknown tokens above which a text is of no use for the model
 
 
-def inspect(
-    target: str,
-    *,
-    text: Path | None = None,
-    max_length: int = 512,
-    rows: int | None = None,
-    as_bytes: bool = False,
-) -> Watch:
+def inspect(target: str, *, text: Path | None, max_length: int, rows: int | None, as_bytes: bool) -> Watch:
     """Watch one pass at each length 16, 32, 64, ... that the model and the text allow."""
     words = read_text(text)
     model, tokenizer = load(target)
@@ -71,10 +64,8 @@ def inspect(
     if tokenizer is None:
         fed += f", modulo a vocabulary of {_vocabulary(model)}, in place of tokens: no tokenizer"
     lengths = sorted({*(n for n in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n < longest), longest})
-    with (
-        Watch(model, rows=rows, received=True, title=f"{type(model).__name__} on {source}") as watched,
-        torch.no_grad(),
-    ):
+    watched = Watch(model, rows=rows, received=True, title=f"{type(model).__name__} on {source}")
+    with watched, torch.no_grad():
         about = watched.record.provenance
         about["fed"], about["step_names"] = fed, {}
         for length in lengths:

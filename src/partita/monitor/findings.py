@@ -16,11 +16,25 @@ from typing import Any
 from partita.monitor.record import Record
 
 SEVERITIES = ("info", "warning", "error")
-CODES = (
-    *("HEAD_COLLAPSED", "HEAD_UNIFORM", "SINK_HEAD", "LOGIT_GROWTH", "ENTROPY_DROP", "LENGTH_DILUTION"),
-    *("DUPLICATE_HEADS", "NONFINITE", "NOT_NORMALISED", "EFFECTIVE_NEGATIVES_LOW", "MI_SATURATED", "SCALE_AT_CAP"),
-    "COVERAGE",
-)
+# code: confidence, and the threshold as a format over the fields of `Thresholds`
+KINDS = {
+    "HEAD_COLLAPSED": ("medium", "collapsed < {collapsed:g}"),
+    "HEAD_UNIFORM": ("medium", "uniform > {uniform:g}"),
+    "SINK_HEAD": ("high", "sink > {sink:g}, of more than {sink_share:.0%} of the heads"),
+    "LOGIT_GROWTH": (
+        "medium", "level {logit_warning:g}/{logit_error:g}, growth x{growth_ratio:g} above {growth_level:g}"
+    ),
+    "ENTROPY_DROP": ("low", "fall > {entropy_drop:g} between neighbouring windows"),
+    "LENGTH_DILUTION": ("medium", "exponent > {dilution_slope:g}"),
+    "DUPLICATE_HEADS": ("medium", "correlation > {duplicate:g}"),
+    "NONFINITE": ("high", "any"),
+    "NOT_NORMALISED": ("high", "| |x| - 1 | > {norm_tolerance:g}"),
+    "EFFECTIVE_NEGATIVES_LOW": ("medium", "effective / negatives < {negatives:g}"),
+    "MI_SATURATED": ("high", "bound / log N > {saturation:g}"),
+    "SCALE_AT_CAP": ("medium", "scale within 1 % of {scale_cap:g}"),
+    "COVERAGE": ("high", ""),
+}  # fmt: skip
+CODES = tuple(KINDS)
 HABITS = ("LENGTH_DILUTION", "SINK_HEAD")  # of a model as a whole: no head is marked for them
 Where = tuple[int, int]  # layer, head
 

@@ -195,8 +195,8 @@ class _Reader:
                 self.shift = known[-1] + 1
             else:  # what was undone by going back to a checkpoint
                 record.blocks = [b for b in record.blocks if b.step < step]
-                record.losses = [r for r in record.losses if int(r["step"]) < step]
-                record.received = [r for r in record.received if int(r["step"]) < step]
+                for rows in (record.losses, record.received):
+                    rows[:] = [r for r in rows if int(r["step"]) < step]
         self.fresh = False
         return step + self.shift
 

@@ -47,11 +47,10 @@ def cross_entropy(
         input, scale = (scale * input.movedim(last, -1)).movedim(-1, last), 1.0
     logits, chosen = _picked(input, target)
     classes = logits.shape[1]
-    options = {"ignore_index": ignore_index, "scale": scale}
     if chosen.is_floating_point():
         return _soft(partita.cross_entropy(logits, chosen, scale=scale, reduction="none", return_stats=True), classes)
-    stats: Any = partita.cross_entropy(logits, chosen, **options, return_stats=True)[1]
-    out = _summary(stats, stats.visible > 0) | {"type": "classification", "classes": classes}
+    stats: Any = partita.cross_entropy(logits, chosen, ignore_index=ignore_index, scale=scale, return_stats=True)[1]
+    out = _classified(stats, classes)
     n = target.numel()
     if input.dim() == 2 and 1 < n <= classes <= 4 * n and bool((target == torch.arange(n, device=target.device)).all()):
         rest = logits.scatter(1, chosen[:, None], -torch.inf)
@@ -82,9 +81,13 @@ def _picked(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _soft(found: Any, classes: int) -> Numbers:
     """Class probabilities for a target: no class is the right one, so there is nothing to calibrate."""
     rows, stats = found
-    out = _summary(stats, stats.visible > 0) | {"loss": _mean(rows, rows.isfinite())}
-    kept = {name: number for name, number in out.items() if name not in ("accuracy", "bins")}
-    return kept | {"type": "classification", "classes": classes}
+    out = _classified(stats, classes) | {"loss": _mean(rows, rows.isfinite())}
+    return {name: number for name, number in out.items() if name not in ("accuracy", "bins")}
+
+
+def _classified(stats: Any, classes: int) -> Numbers:
+    """Rows that were ignored see no class."""
+    return _summary(stats, stats.visible > 0) | {"type": "classification", "classes": classes}
 
 
 def linear(
@@ -116,9 +119,7 @@ def linear(
     found: Any = partita.linear_cross_entropy(
         query, linear_weight, goal, scale=scale, **options, reduction="none", return_stats=True
     )
-    if goal.is_floating_point():
-        return _soft(found, classes)
-    return _summary(found[1], found[1].visible > 0) | {"type": "classification", "classes": classes}
+    return _soft(found, classes) if goal.is_floating_point() else _classified(found[1], classes)
 
 
 def classifier(loss: Callable[..., Any]) -> Callable[..., Numbers]:
@@ -163,20 +164,16 @@ def first_two(loss: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **options: list(signature.bind(*args, **options).arguments.values())[:2]
 
 
+def _query_and_document(query: Tensor, documents: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return query, documents[0]
+
+
 def sigmoid(image: Tensor, text: Tensor, *args: Any, **options: Any) -> Numbers:
     """SigLIP judges every pair by itself: there is no distribution, only the loss and how the vectors are spread."""
     rows = partita.siglip_loss(image, text, *args, **{**options, "reduction": "none"})
-    good = rows.isfinite()
-    lengths = [torch.linalg.vector_norm(x.double(), dim=-1).mean() for x in (image, text)]
-    return {
-        "type": "contrastive",
-        "loss": _mean(rows, good),
-        "candidates": len(text),
-        "norm_query": lengths[0],
-        "norm_key": lengths[1],
-        "rows": good.sum(),
-        "nonfinite": (~good).sum(),
-    } | _sphere(image, text)
+    query, key = (torch.linalg.vector_norm(x.double(), dim=-1).mean() for x in (image, text))
+    about = {"candidates": len(text), "norm_query": query, "norm_key": key}
+    return value(rows, "contrastive") | about | _sphere(image, text)
 
 
 def value(loss: Tensor, kind: str = "value") -> Numbers:
@@ -194,31 +191,21 @@ class Face:
     returned: bool = False
 
 
+_PAIRS = partita.info_nce_loss, partita.clip_loss, partita.nt_xent_loss
 _RETURNED = (
-    partita.attention_divergence,
-    partita.distillation_loss,
-    partita.gaussian_nll_loss,
-    partita.joint_loss,
-    partita.laplace_nll_loss,
-    partita.linear_distillation_loss,
-    partita.nce_loss,
+    *(partita.attention_divergence, partita.distillation_loss, partita.linear_distillation_loss, partita.joint_loss),
+    *(partita.gaussian_nll_loss, partita.laplace_nll_loss, partita.nce_loss),
 )
 FACES: dict[Callable[..., Any], Face] = {
     torch.nn.functional.cross_entropy: Face("cross_entropy", cross_entropy),
     partita.cross_entropy: Face("cross_entropy", cross_entropy),
     partita.linear_cross_entropy: Face("linear_cross_entropy", linear),
     **{f: Face(f.__name__, classifier(f)) for f in (partita.focal_loss, partita.brier_loss, partita.mae_loss)},
-    **{
-        f: Face(f.__name__, contrastive(f, first_two(f)))
-        for f in (partita.info_nce_loss, partita.clip_loss, partita.nt_xent_loss)
-    },
+    **{f: Face(f.__name__, contrastive(f, first_two(f))) for f in _PAIRS},
     partita.supcon_loss: Face("supcon_loss", contrastive(partita.supcon_loss)),
     partita.siglip_loss: Face("siglip_loss", sigmoid),
     pair_loss: Face("pair_loss", contrastive(pair_loss, as_returned=True)),
-    ranking_loss: Face(
-        "MultipleNegativesRankingLoss",
-        contrastive(ranking_loss, lambda query, docs, *_, **__: (query, docs[0]), remember=None),
-    ),
+    ranking_loss: Face("MultipleNegativesRankingLoss", contrastive(ranking_loss, _query_and_document, remember=None)),
     **{f: Face(f.__name__, value, returned=True) for f in _RETURNED},
     picked_up: Face("entropy_loss", functools.partial(value, kind="penalty"), returned=True),
 }
@@ -235,7 +222,7 @@ def _mean(x: Tensor, counted: Tensor) -> Tensor:
 
 
 def _summary(stats: Any, valid: Tensor) -> Numbers:
-    """Means over the rows that count; rows that were ignored see no class."""
+    """Means over the rows that count."""
     finite = torch.isfinite(stats.nll) & torch.isfinite(stats.entropy)
     good = valid & finite
     confidence, right = stats.confidence, stats.correct

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from importlib import metadata
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,12 +92,11 @@ def _maps(maps: Any) -> list[tuple[int, int]]:
 
 def _sinks(sinks: Any) -> list[Any]:
     given = list(sinks) if isinstance(sinks, (list, tuple)) else [sinks]
-    for sink in given:
-        if not callable(sink):
-            raise ValueError(
-                "sinks takes functions, such as sinks=[partita.monitor.tensorboard(SummaryWriter())], "
-                f"partita.monitor.json_lines(path) or partita.monitor.log_to(wandb.log); got {sink!r}."
-            )
+    if wrong := [sink for sink in given if not callable(sink)]:
+        raise ValueError(
+            "sinks takes functions, such as sinks=[partita.monitor.tensorboard(SummaryWriter())], "
+            f"partita.monitor.json_lines(path) or partita.monitor.log_to(wandb.log); got {wrong[0]!r}."
+        )
     return given
 
 
@@ -111,9 +111,8 @@ def _layers(given: Any, model: nn.Module, names: Sequence[str]) -> list[int | st
             try:
                 re.compile(one)
             except re.error as error:
-                raise ValueError(
-                    f"layers takes regular expressions on module names; {one!r} is none: {error}."
-                ) from None
+                advice = f"layers takes regular expressions on module names; {one!r} is none: {error}."
+                raise ValueError(advice) from None
     if not any(_can_match(one, model, names) for one in wanted):
         count, seen = _count(model), ", ".join(repr(n) for n in list(expected(model))[:3] if n)
         raise ValueError(
@@ -128,9 +127,8 @@ def _can_match(one: int | str, model: nn.Module, names: Sequence[str]) -> bool:
     if isinstance(one, int):
         return not _count(model) or one < _count(model)  # where none looks like attention, calls will show
     called = [name or type(model).__name__ for name in names]
-    return any(re.search(one, name) for name in called) or any(
-        re.search(one, f"{name}[{call}]") for name in called for call in range(1, 100)
-    )
+    again = (f"{name}[{call}]" for name in called for call in range(1, 100))
+    return any(re.search(one, name) for name in chain(called, again))
 
 
 def _count(model: nn.Module) -> int:
@@ -156,16 +154,11 @@ class Coverage(dict[str, Any]):
 
 
 def expected(model: nn.Module) -> dict[str, str]:
-    """Innermost modules that look like attention, by name, and their kind."""
+    """Innermost modules that look like attention, by name, and their kind; "" of a scripted one."""
     found = {name: module for name, module in model.named_modules() if is_attention(name, type(module))}
-    outer = {
-        name for name in found if any(other != name and other.startswith(name + "." if name else "") for other in found)
-    }
-    return {name: _kind(module) for name, module in found.items() if name not in outer}
-
-
-def _kind(module: nn.Module) -> str:
-    return "" if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
+    outer = {name for name in found if any(other != name and (not name or _inside(other, name)) for other in found)}
+    kinds = {n: "" if isinstance(m, torch.jit.ScriptModule) else type(m).__name__ for n, m in found.items()}
+    return {name: kind for name, kind in kinds.items() if name not in outer}
 
 
 def coverage(
@@ -175,15 +168,13 @@ def coverage(
     observed = sorted(seen)
     missed = []
     for name, kind in wanted.items():
-        if name in by_hand or any(s == name or _inside(s, name) or _inside(name, s) for s in observed):
-            continue
+        reason = f"{kind} was called, but no scaled_dot_product_attention, softmax or partita call was seen in it"
         if not kind:
             reason = "a scripted module cannot be followed"
         elif not called.get(name):
             reason = "never called while watched"
-        else:
-            reason = f"{kind} was called, but no scaled_dot_product_attention, softmax or partita call was seen in it"
-        missed.append({"name": name or "(the model itself)", "reason": reason})
+        if name not in by_hand and not any(s == name or _inside(s, name) or _inside(name, s) for s in observed):
+            missed.append({"name": name or "(the model itself)", "reason": reason})
     missed += [{"name": name or kind, "reason": BY_HAND} for name, kind in by_hand.items() if name not in observed]
     total = len(observed) + len(missed)
     short = f"{len(observed)} of {total} attention modules observed"
@@ -198,8 +189,9 @@ def _inside(name: str, outer: str) -> bool:
 # ---- where and how a record was made ---------------------------------------------------------------------------------
 
 
-def provenance(model: torch.nn.Module | None, options: dict[str, Any]) -> dict[str, Any]:
+def provenance(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     """Version, machine kind, model class and size, options. No host names, no paths, no environment variables."""
+    parameters = list(model.parameters())
     about: dict[str, Any] = {
         "partita": _version("partita"),
         "torch": torch.__version__,
@@ -209,24 +201,21 @@ def provenance(model: torch.nn.Module | None, options: dict[str, Any]) -> dict[s
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "options": options,
+        "model": type(model).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "none",
+        "device": ", ".join(sorted({p.device.type for p in parameters})) or "none",
     }
     if "transformers" in sys.modules:
         about["transformers"] = _version("transformers")
-    if model is not None:
-        parameters = list(model.parameters())
-        about["model"] = type(model).__name__
-        about["parameters"] = sum(p.numel() for p in parameters)
-        about["dtype"] = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "none"
-        about["device"] = ", ".join(sorted({p.device.type for p in parameters})) or "none"
-        implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        if implementation:
-            about["attention"] = str(implementation)
-        if (longest := positions(model)) is not None:
-            about["positions"] = longest
+    if implementation := getattr(getattr(model, "config", None), "_attn_implementation", None):
+        about["attention"] = str(implementation)
+    if (longest := positions(model)) is not None:
+        about["positions"] = longest
     return about
 
 
-def positions(model: torch.nn.Module) -> int | None:
+def positions(model: nn.Module) -> int | None:
     """The longest input that the model's config allows."""
     config = getattr(model, "config", None)
     found = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_seq_len")]

@@ -13,7 +13,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +71,6 @@ class Site:
     heads: int
     cross: bool = False  # keys of another sequence: cross-attention
 
-    def line(self, layer: int) -> dict[str, Any]:
-        """As a file has it."""
-        about = {"kind": "site", "layer": layer, "name": self.name, "type": self.kind, "heads": self.heads}
-        return about | ({"cross": True} if self.cross else {})
-
 
 @dataclass
 class Block:
@@ -85,9 +80,8 @@ class Block:
     layer: int
     training: bool
     values: array[float]  # heads * len(COLUMNS)
-    bands: dict[int, array[float]] = field(
-        default_factory=dict
-    )  # log2 band of visible keys -> heads * len(BAND_COLUMNS)
+    # log2 band of visible keys -> heads * len(BAND_COLUMNS)
+    bands: dict[int, array[float]] = field(default_factory=dict)
 
     @property
     def heads(self) -> int:
@@ -102,10 +96,9 @@ class Block:
 
     def overall(self, name: str) -> float | None:
         """One number of all heads: counts add up, maxima are maxima, the rest are means; None where none is finite."""
-        good = [v for v in self.column(name) if math.isfinite(v)]
-        if not good:
-            return None
-        return sum(good) if name in ADDED else max(good) if name in LARGEST else sum(good) / len(good)
+        values = self.column(name)
+        found = _combine(name, values, [1.0] * len(values))
+        return None if math.isnan(found) else found
 
 
 _INDEX = {name: i for i, name in enumerate(COLUMNS)}
@@ -136,7 +129,7 @@ class Readings:
 
     def save(self, path: str | Path) -> Path:
         """Write JSON lines, the first a header with schema, columns and provenance; `partita.load_record` reads it."""
-        return replace_file(path, (text_of(line) for line in self.finished().lines()))
+        return replace_file(path, self.finished().lines())
 
     def report(self, path: str | Path, other: Record | None = None, **options: Any) -> Path:
         """Write the self-contained HTML report; with `other`, a comparison of the two runs."""
@@ -192,13 +185,9 @@ class Record(Readings):
         for block in self.blocks:
             site = self.sites[block.layer] if block.layer < len(self.sites) else Site(str(block.layer), "", 0)
             for head in range(block.heads):
-                row: dict[str, Any] = {"step": block.step, "layer": block.layer, "head": head}
-                for key, value in block.row(head).items():
-                    row[key] = int(value) if key in INTEGERS and math.isfinite(value) else value
-                row["name"] = site.name
-                row["training"] = block.training
-                row["cross"] = site.cross
-                yield row
+                place = {"step": block.step, "layer": block.layer, "head": head}
+                numbers = {k: int(v) if k in INTEGERS and math.isfinite(v) else v for k, v in block.row(head).items()}
+                yield {**place, **numbers, "name": site.name, "training": block.training, "cross": site.cross}
 
     @property
     def title(self) -> str:
@@ -218,17 +207,26 @@ class Record(Readings):
     def unit(self) -> str:
         return "input" if self.frozen else "step"
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        yield header(self.provenance)
-        for layer, site in enumerate(self.sites):
-            yield site.line(layer)
+    def lines(self) -> Iterator[str]:
+        """The lines of its file."""
+        columns = {"columns": list(COLUMNS), "band_columns": list(BAND_COLUMNS)}
+        yield _text("header", {"schema": SCHEMA, **columns, "provenance": self.provenance})
+        yield from self.part()
+        yield _text("summary", {"coverage": self.coverage, "overhead": self.overhead})
+
+    def part(self, known: int = 0) -> Iterator[str]:
+        """The lines between header and summary, without those of the first sites, which are `known`."""
+        for layer, site in enumerate(self.sites[known:], known):
+            about = {"layer": layer, "name": site.name, "type": site.kind, "heads": site.heads}
+            yield _text("site", about | ({"cross": True} if site.cross else {}))
         for block in self.blocks:
-            yield block_line(block)
+            about = {"step": block.step, "layer": block.layer, "training": block.training}
+            bands = {band: _cut(values, len(BAND_COLUMNS)) for band, values in block.bands.items()}
+            yield _text("attention", {**about, "values": _cut(block.values, len(COLUMNS)), "bands": bands})
         kinds = {"loss": self.losses, "curve": self.curves, "map": self.maps, "received": self.received}
         for kind, rows in (kinds | {"study": self.studies}).items():
             for row in rows:
-                yield {"kind": kind, **clean(row)}
-        yield {"kind": "summary", "coverage": clean(self.coverage), "overhead": clean(self.overhead)}
+                yield _text(kind, row)
 
 
 def band_sums(blocks: Iterable[Block]) -> dict[tuple[int, int, int], list[float]]:
@@ -258,38 +256,17 @@ def keep_newest(rows: list[dict[str, Any]], row: dict[str, Any], *names: str) ->
     rows[:] = [r for r in rows if any(r[name] != row[name] for name in names)] + [row]
 
 
-def text_of(line: dict[str, Any]) -> str:
+def _text(kind: str, line: dict[str, Any]) -> str:
     """A line of the file."""
-    return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
+    return json.dumps({"kind": kind, **clean(line)}, allow_nan=False, separators=(",", ":")) + "\n"
 
 
-def header(provenance: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": "header",
-        "schema": SCHEMA,
-        "columns": list(COLUMNS),
-        "band_columns": list(BAND_COLUMNS),
-        "provenance": clean(provenance),
-    }
+def _cut(values: array[float], width: int) -> list[list[float]]:
+    """The row of each head."""
+    return [list(values[i : i + width]) for i in range(0, len(values), width)]
 
 
-def block_line(block: Block) -> dict[str, Any]:
-    return {
-        "kind": "attention",
-        "step": block.step,
-        "layer": block.layer,
-        "training": block.training,
-        "values": _cut(block.values, len(COLUMNS)),
-        "bands": {str(key): _cut(values, len(BAND_COLUMNS)) for key, values in block.bands.items()},
-    }
-
-
-def _cut(values: Iterable[float], width: int) -> list[list[float | None]]:
-    flat = [digits(v) for v in values]
-    return [flat[i : i + width] for i in range(0, len(flat), width)]
-
-
-def digits(value: float) -> float | None:
+def _digits(value: float) -> float | None:
     """Nine significant digits carry a float32 exactly; JSON has no NaN, so anything not finite is null."""
     if not math.isfinite(value):
         return None
@@ -301,7 +278,7 @@ def clean(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return digits(value)
+        return _digits(value)
     if isinstance(value, dict):
         return {str(k): clean(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -388,19 +365,13 @@ def merge_records(records: Sequence[Record]) -> Record:
             blocks.setdefault((block.step, block.layer), []).append(block)
     merged = [_join(parts) for _, parts in sorted(blocks.items())]
     losses = [row for record in records for row in record.losses]
-    about = {**first.provenance, "ranks": len(records)}
-    return Record(
-        about, first.sites, merged, losses, first.curves, first.maps, first.studies, first.coverage, first.overhead,
-        first.received,
-    )  # fmt: skip
+    return replace(first, provenance={**first.provenance, "ranks": len(records)}, blocks=merged, losses=losses)
 
 
 def _join(parts: list[Block]) -> Block:
-    bands = sorted({band for p in parts for band in p.bands})
-    return Block(
-        parts[0].step, parts[0].layer, parts[0].training, _combined([p.values for p in parts], tuple(COLUMNS)),
-        {band: _combined([p.bands[band] for p in parts if band in p.bands], BAND_COLUMNS) for band in bands},
-    )  # fmt: skip
+    found = {band: [p.bands[band] for p in parts if band in p.bands] for p in parts for band in p.bands}
+    bands = {band: _combined(tables, BAND_COLUMNS) for band, tables in sorted(found.items())}
+    return replace(parts[0], values=_combined([p.values for p in parts], tuple(COLUMNS)), bands=bands)
 
 
 def _combined(parts: list[array[float]], names: tuple[str, ...]) -> array[float]:
@@ -413,6 +384,7 @@ def _combined(parts: list[array[float]], names: tuple[str, ...]) -> array[float]
 
 
 def _combine(name: str, values: list[float], weights: list[float]) -> float:
+    """One number of several; NaN where none is finite."""
     good = [v for v in values if math.isfinite(v)]
     if not good:
         return math.nan

@@ -8,31 +8,11 @@ from dataclasses import asdict, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from partita.monitor.findings import Finding, Series, Thresholds, Where, last, median, slope
+from partita.monitor.findings import KINDS, Finding, Series, Thresholds, Where, last, median, slope
 from partita.monitor.record import LOSS_COLUMNS, Record
 
 BIN = 1 / 256  # of the histogram that quantiles are read from: nothing finer is known
 Hits = list[tuple[Where, Any]]  # heads, and the number by which a rule holds for each
-
-
-# confidence, and the threshold as a format over the fields of `Thresholds`
-KINDS = {
-    "HEAD_COLLAPSED": ("medium", "collapsed < {collapsed:g}"),
-    "HEAD_UNIFORM": ("medium", "uniform > {uniform:g}"),
-    "SINK_HEAD": ("high", "sink > {sink:g}, of more than {sink_share:.0%} of the heads"),
-    "LOGIT_GROWTH": (
-        "medium", "level {logit_warning:g}/{logit_error:g}, growth x{growth_ratio:g} above {growth_level:g}"
-    ),
-    "ENTROPY_DROP": ("low", "fall > {entropy_drop:g} between neighbouring windows"),
-    "LENGTH_DILUTION": ("medium", "exponent > {dilution_slope:g}"),
-    "DUPLICATE_HEADS": ("medium", "correlation > {duplicate:g}"),
-    "NONFINITE": ("high", "any"),
-    "NOT_NORMALISED": ("high", "| |x| - 1 | > {norm_tolerance:g}"),
-    "EFFECTIVE_NEGATIVES_LOW": ("medium", "effective / negatives < {negatives:g}"),
-    "MI_SATURATED": ("high", "bound / log N > {saturation:g}"),
-    "SCALE_AT_CAP": ("medium", "scale within 1 % of {scale_cap:g}"),
-    "COVERAGE": ("high", ""),
-}  # fmt: skip
 
 # what it means and what to try, by code and by case; "frozen": a model that was not trained while it was watched
 TEXTS = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import importlib
 import math
+import mmap
 import re
 import shutil
 import sys
@@ -22,32 +23,26 @@ from typing import Any, TextIO
 
 from partita.monitor.findings import SEVERITIES, Finding, Thresholds, find, verdicts
 from partita.monitor.loading import check_header
-from partita.monitor.record import LOSS_COLUMNS, Block, Record, block_line, clean, frame_columns, header, text_of
+from partita.monitor.record import LOSS_COLUMNS, Block, Record, frame_columns
 
 Sink = Callable[[Record, int, list[Block], list[dict[str, Any]]], None]
 SCALARS = ("normalized_entropy", "effective_width", "max_score", "log_partition", "sink_first", "sink_top", "nonfinite")
 
 
-def scalars(
-    record: Record, blocks: list[Block], losses: list[dict[str, Any]], *, heads: bool = False
-) -> dict[str, float]:
+def scalars(blocks: list[Block], losses: list[dict[str, Any]], *, heads: bool = False) -> dict[str, float]:
     """Flat names and numbers, one per layer (and per head with heads=True): what trackers take."""
     out: dict[str, float] = {}
     for block in blocks:
         for name in SCALARS:
             if (value := block.overall(name)) is not None:
                 out[f"partita/{name}/layer{block.layer}"] = value
-            if heads:
-                out |= {
-                    f"partita/{name}/layer{block.layer}/head{h}": v
-                    for h, v in enumerate(block.column(name))
-                    if math.isfinite(v)
-                }
+            for head, value in enumerate(block.column(name) if heads else ()):
+                if math.isfinite(value):
+                    out[f"partita/{name}/layer{block.layer}/head{head}"] = value
     for row in losses:
         for key in ("loss", "entropy", "confidence", "calibration_error", "effective_negatives", "bound"):
-            value = row.get(key)
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                out[f"partita/{row['name']}/{key}"] = float(value)
+            if isinstance(number := row.get(key), (int, float)) and math.isfinite(number):
+                out[f"partita/{row['name']}/{key}"] = float(number)
     return out
 
 
@@ -55,7 +50,7 @@ def log_to(function: Callable[..., Any], *, heads: bool = False, pass_step: bool
     """Any `log(dict, step=...)`: wandb.log, trackio.log, your own. `pass_step=False` leaves the step to it."""
 
     def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
-        values = scalars(record, blocks, losses, heads=heads)
+        values = scalars(blocks, losses, heads=heads)
         function(values, step=step) if pass_step else function({**values, "partita/step": step})
 
     return sink
@@ -78,15 +73,14 @@ def json_lines(path: str | Path) -> Sink:
 
     def sink(record: Record, step: int, blocks: list[Block], losses: list[dict[str, Any]]) -> None:
         nonlocal sites, fresh
-        lines = [header(record.provenance)] if fresh else []
-        lines += [record.sites[layer].line(layer) for layer in range(sites, len(record.sites))]
-        lines += [block_line(b) for b in blocks]
-        lines += [{"kind": "loss", **clean(row)} for row in losses]
+        new = Record(record.provenance, record.sites, blocks, losses)
         if fresh:
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_unfinished(path)
         with path.open("a", encoding="utf-8") as out:
-            out.writelines(text_of(line) for line in lines)
+            if fresh:
+                out.write(next(new.lines()))  # the header
+            out.writelines(new.part(sites))
         sites, fresh = len(record.sites), False
 
     return sink
@@ -94,18 +88,11 @@ def json_lines(path: str | Path) -> Sink:
 
 def _cut_unfinished(path: Path) -> None:
     """Cut off what an interruption left of the last line, so that the next one starts on its own."""
-    if not path.exists():
-        return
-    with path.open("r+b") as there:
-        end = there.seek(0, 2)
-        while end > 0:
-            start = max(0, end - 65536)
-            there.seek(start)
-            if (found := there.read(end - start).rfind(b"\n")) >= 0:
-                end = start + found + 1
-                break
-            end = start
-        there.truncate(end)
+    if path.exists() and path.stat().st_size:
+        with path.open("r+b") as there:
+            with mmap.mmap(there.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                end = text.rfind(b"\n") + 1
+            there.truncate(end)
 
 
 # ---- trackers, and a table in a file ---------------------------------------------------------------------------------

@@ -18,14 +18,8 @@ from partita.monitor.record import LOSS_COLUMNS, Record, band_sums, clean
 from partita.monitor.report.studies import KIND
 
 METRICS = (
-    "normalized_entropy",
-    "effective_width",
-    "max_score",
-    "log_partition",
-    "score_variance",
-    "sink_first",
-    "sink_top",
-    "top_mass",
+    *("normalized_entropy", "effective_width", "max_score", "log_partition", "score_variance"),
+    *("sink_first", "sink_top", "top_mass"),
 )
 OPTIONAL = ("critical",)  # measured on request only; a page without it does not offer it
 QUANTILES = ("normalized_entropy_p05", "normalized_entropy_p50", "normalized_entropy_p95")
@@ -42,13 +36,9 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
     bins = [steps[i : i + size] for i in range(0, len(steps), size)]
     shown = [group[-1] for group in bins]
     slot = {step: i for i, group in enumerate(bins) for step in group}
-    *offsets, heads = accumulate((site.heads for site in record.sites), initial=0)
-    columns: dict[str, array[float]] = {}
-    for name in (*METRICS, *QUANTILES, *OPTIONAL):
-        found = _gather(record, name, offsets, heads, slot, len(bins))
-        if name not in OPTIONAL or any(map(math.isfinite, found)):
-            columns[name] = found
-    metrics, resolution = _encode(columns, len(bins))
+    columns = {name: _gather(record, name, slot, len(bins)) for name in (*METRICS, *QUANTILES, *OPTIONAL)}
+    empty = [name for name in OPTIONAL if not any(map(math.isfinite, columns[name]))]
+    metrics, resolution = _encode({name: found for name, found in columns.items() if name not in empty}, len(bins))
     packed = {
         "sites": [{"name": s.name, "kind": s.kind, "heads": s.heads, "cross": s.cross} for s in record.sites],
         "steps": shown,
@@ -67,37 +57,33 @@ def pack(record: Record, *, points: int = POINTS) -> dict[str, Any]:
     return dict(clean(packed))
 
 
-def _gather(
-    record: Record, name: str, offsets: list[int], heads: int, slot: dict[int, int], points: int
-) -> array[float]:
+def _gather(record: Record, name: str, slot: dict[int, int], points: int) -> array[float]:
     """(head, time) values, NaN where nothing was seen; several steps of one bin are averaged, maxima kept."""
-    total, count = array("d", bytes(8 * heads * points)), array("d", bytes(8 * heads * points))
-    keep_largest = name == "max_score"
+    *offsets, heads = accumulate((site.heads for site in record.sites), initial=0)
+    total, count = (array("d", bytes(8 * heads * points)) for _ in range(2))
     for block in record.blocks:
-        t = slot[block.step]
-        for head, value in enumerate(block.column(name)):
-            if head >= record.sites[block.layer].heads or not abs(value) <= LARGEST:
-                continue
-            at = (offsets[block.layer] + head) * points + t
-            total[at] = (
-                max(total[at], value) if keep_largest and count[at] else (value if keep_largest else total[at] + value)
-            )
-            count[at] += 1
-    return array("d", ((v if keep_largest else v / n) if n else math.nan for v, n in zip(total, count, strict=True)))
+        for head, value in enumerate(block.column(name)[: record.sites[block.layer].heads]):
+            if abs(value) <= LARGEST:
+                at = (offsets[block.layer] + head) * points + slot[block.step]
+                count[at] += 1
+                if name != "max_score":
+                    total[at] += value
+                elif count[at] == 1 or value > total[at]:
+                    total[at] = value
+    shares = [1.0] * len(count) if name == "max_score" else count
+    return array("d", (v / s if n else math.nan for v, s, n in zip(total, shares, count, strict=True)))
 
 
 def _encode(columns: dict[str, array[float]], steps: int) -> tuple[dict[str, Any], str]:
-    exact = len(next(iter(columns.values()))) <= EXACT
-    kinds = ["f32", "u16", "u8"] if exact else ["u16", "u8"]
-    words = {"f32": "float32", "u16": "16 bits of each metric's range", "u8": "8 bits of each metric's range (0.4 %)"}
+    kinds = {"f32": "float32", "u16": "16 bits of each metric's range", "u8": "8 bits of each metric's range (0.4 %)"}
+    if len(columns["normalized_entropy"]) > EXACT:
+        del kinds["f32"]
     for kind in kinds:
-        packed = {
-            name: _one(values, "u8" if kind == "u16" and name in QUANTILES else kind, steps)
-            for name, values in columns.items()
-        }
+        less = dict.fromkeys(QUANTILES, "u8") if kind == "u16" else {}
+        packed = {name: _one(values, less.get(name, kind), steps) for name, values in columns.items()}
         if sum(len(p["data"]) for p in packed.values()) <= BUDGET:
             break
-    return packed, words[kind]
+    return packed, kinds[kind]
 
 
 def _one(values: array[float], kind: str, steps: int) -> dict[str, Any]:
@@ -153,17 +139,15 @@ def _band_means(record: Record, steps: set[int]) -> dict[str, Any]:
 def _received(record: Record) -> dict[str, Any]:
     """The first and the newest profile of each layer, in the digits a figure shows."""
     out: dict[str, Any] = {}
-    for layer in sorted({r["layer"] for r in record.received}):
-        mine = [r for r in record.received if r["layer"] == layer]
-        out[str(layer)] = [_short_profile(r) for r in (mine[:1] if len(mine) > 1 else []) + mine[-1:]]
-    return out
 
-
-def _short_profile(row: dict[str, Any]) -> dict[str, Any]:
     def few(values: list[float | None] | None) -> Any:
         return None if values is None else [None if v is None else float(f"{v:.4g}") for v in values]
 
-    return {**row, "bins": [few(line) for line in row["bins"]], "alike": few(row["alike"])}
+    for layer in sorted({r["layer"] for r in record.received}):
+        mine = [r for r in record.received if r["layer"] == layer]
+        shown = mine if len(mine) == 1 else [mine[0], mine[-1]]
+        out[str(layer)] = [{**r, "bins": list(map(few, r["bins"])), "alike": few(r["alike"])} for r in shown]
+    return out
 
 
 def _map(given: dict[str, Any]) -> dict[str, Any]:
@@ -201,8 +185,6 @@ def _reliability(rows: list[dict[str, Any]]) -> list[list[float]]:
     sums: dict[int, list[float]] = {}
     for row in rows:
         for i, (count, confidence, right) in enumerate(row.get("bins") or []):
-            total = sums.setdefault(i, [0.0, 0.0, 0.0])
-            total[0] += count
-            total[1] += count * (confidence or 0.0)
-            total[2] += count * (right or 0.0)
+            seen = count, count * (confidence or 0.0), count * (right or 0.0)
+            sums[i] = [a + b for a, b in zip(sums.get(i, (0.0, 0.0, 0.0)), seen, strict=True)]
     return [[n, c / n, r / n] for _, (n, c, r) in sorted(sums.items()) if n > 0]

@@ -74,9 +74,8 @@ def plot(record: Record, kind: str = "entropy") -> Plot:
 
 def _note(record: Record) -> str:
     heads, steps = sum(s.heads for s in record.sites), len({b.step for b in record.blocks})
-    return (
-        f"{record.title[:80]}: {heads} heads in {len(record.sites)} layers, {steps} {record.unit}{'s' * (steps != 1)}"
-    )
+    units = f"{record.unit}{'s' * (steps != 1)}"
+    return f"{record.title[:80]}: {heads} heads in {len(record.sites)} layers, {steps} {units}"
 
 
 def _over_time(record: Record, column: str) -> list[Line]:
@@ -100,11 +99,12 @@ def _axis(record: Record) -> str:
 
 
 def entropy(record: Record) -> Plot:
-    note = f"{_note(record)}; 1 is an average over all keys, 0 is one key"
-    lines = _over_time(record, "normalized_entropy")
-    return Plot(
-        "Do the heads select?", note, "mean over heads and rows of H / log n", _axis(record), "H / log n", lines
+    note, panel = (
+        f"{_note(record)}; 1 is an average over all keys, 0 is one key",
+        "mean over heads and rows of H / log n",
     )
+    lines = _over_time(record, "normalized_entropy")
+    return Plot("Do the heads select?", note, panel, _axis(record), "H / log n", lines)
 
 
 def scores(record: Record) -> Plot:
@@ -137,13 +137,11 @@ KINDS: dict[str, Callable[[Record], Plot]] = {"entropy": entropy, "scores": scor
 
 
 def _svg(plot: Plot) -> str:
-    shown = [(line, [xy for xy in line.points if all(_drawable(v, plot.log) for v in xy)]) for line in plot.lines]
+    least = 0.0 if plot.log else -math.inf
+    shown = [(line, [xy for xy in line.points if all(least < v < math.inf for v in xy)]) for line in plot.lines]
     parts = [_text(plot.title, 0, 26, "title"), _text(plot.note, 0, 48), _text(plot.panel, 0, 74, "panel")]
-    every = [point for _, points in shown for point in points]
-    if every:
-        parts += _drawn(plot, [(line, points) for line, points in shown if points], every)
-    else:
-        parts.append(_text("nothing to show: no finite values", 0, 120))
+    shown = [(line, points) for line, points in shown if points]
+    parts += _drawn(plot, shown) if shown else [_text("nothing to show: no finite values", 0, 120)]
     rules = {
         "": "background:#ffffff",
         " text": "font:12px system-ui,sans-serif;fill:#63666b",
@@ -161,10 +159,10 @@ def _svg(plot: Plot) -> str:
     )
 
 
-def _drawn(plot: Plot, shown: list[tuple[Line, list[Point]]], every: list[Point]) -> list[str]:
+def _drawn(plot: Plot, shown: list[tuple[Line, list[Point]]]) -> list[str]:
     """Axes, lines, and the names of lines at their ends."""
-    across, x_ticks = _scale([x for x, _ in every], plot.log, LEFT, RIGHT)
-    up, y_ticks = _scale([y for _, y in every], plot.log, BOTTOM, TOP)
+    across, x_ticks = _scale([x for _, points in shown for x, _ in points], plot.log, LEFT, RIGHT)
+    up, y_ticks = _scale([y for _, points in shown for _, y in points], plot.log, BOTTOM, TOP)
     parts = [f'<path class="hair" d="M{LEFT} {up(t):.1f}H{RIGHT}"/>' for t in y_ticks]
     parts += [_text(f"{t:g}", LEFT - 6, up(t) + 4, anchor="end") for t in y_ticks]
     parts += [_text(f"{t:g}", across(t), BOTTOM + 17, anchor="middle") for t in x_ticks]
@@ -208,10 +206,6 @@ def _scale(values: list[float], log: bool, start: float, stop: float) -> tuple[C
     step *= next(m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= 6)
     ticks = [float(f"{k * step:.12g}") for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
     return lambda v: start + (stop - start) * (v - low) / (high - low), ticks
-
-
-def _drawable(value: float, log: bool) -> bool:
-    return math.isfinite(value) and (value > 0 or not log)
 
 
 def _text(text: str, x: float, y: float, kind: str = "", *, anchor: str = "start", colour: str = "") -> str:

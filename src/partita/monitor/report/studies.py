@@ -37,15 +37,11 @@ def gather(folder: str | Path, sizes: tuple[str, ...] = SIZES) -> list[dict[str,
             continue
         size = next((s for s in sizes if isinstance(by_size.get(s), dict)), None)
         if size is not None:
-            figure = _figure(folder / f"{name}-{size}.svg")
+            path = folder / f"{name}-{size}.svg"
+            there = path.is_file() and not path.is_symlink()
+            figure = path.read_text(encoding="utf-8", errors="replace") if there else None
             rows.append({**by_size[size], "study": KIND, "name": name, "size": size, "figure": figure})
     return rows
-
-
-def _figure(path: Path) -> str | None:
-    if path.is_symlink() or not path.is_file():
-        return None
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def packed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
