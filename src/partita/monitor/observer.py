@@ -32,7 +32,9 @@ SAMPLED = 8  # steps from one close look at a few rows to the next
 AT_ONCE = 8  # steps whose sums are finished together: the many small operations cost no more than for one
 _NONFINITE = list(COLUMNS).index("nonfinite")
 Losses = dict[str, list[Numbers]]
+Sums = dict[tuple[int, str], Accumulator]  # by layer and phase
 Row = Block | dict[str, Any]  # of a layer, or of a loss
+Of = tuple[int, str] | str  # layer and phase, or the name of a loss
 
 
 class Observer:
@@ -43,6 +45,7 @@ class Observer:
         self.buffer = StepBuffer(record, options.sinks, options.keep)
         self.stack: list[Frame] = []  # modules of the model being called
         self.step = -1
+        self.phase = ""  # of the call of the model being made
         self.count = 0  # observed steps
         self.layers: dict[str, int] = {}
         self.seen: set[str] = set()  # modules
@@ -51,7 +54,7 @@ class Observer:
         self.spent_s = 0.0
         self.ended = 0.0
         self.calls: dict[str, int] = {}  # softmaxes of a module in the forward being run
-        self._samples: dict[int, Accumulator] = {}
+        self._samples: dict[tuple[int, str], Accumulator] = {}
         self._map_bytes = self._largest = 0
 
     @property
@@ -126,12 +129,13 @@ class Observer:
             keep = self_padding(call)
         if keep is not None:
             call = replace(call, keep=keep)
-        sums = self.buffer.sums.get(layer)
+        sums = self.buffer.sums.get((layer, self.phase))
         if sums is None:
-            sums = Accumulator(call.heads, call.first.device, top.module.training)
+            sampled = self.options.rows is not None
+            sums = Accumulator(call.heads, call.first.device, top.module.training, self.phase, sampled)
         phase = (self.count * GOLDEN) % 1.0 if self.options.rows else 0.5
         measure.measure(call, sums, rows=self.options.rows, phase=phase, stats=event.statistics)
-        self.buffer.sums[layer] = sums
+        self.buffer.sums[layer, self.phase] = sums
         self._look_closely(call, sums, layer, phase)
         self._map_bytes += 4 * call.batch * call.heads * call.n_query * call.n_key
 
@@ -140,10 +144,10 @@ class Observer:
         # In training strongest keys and twins change slowly: the last sample stands in between. Inputs of a frozen
         # model have nothing to do with each other, but for the tokens of a text that is being generated.
         independent = not sums.training and call.n_query > 1
-        if independent or count % SAMPLED == 0 or layer not in self._samples:
+        if independent or count % SAMPLED == 0 or (layer, self.phase) not in self._samples:
             with self._closely("strongest keys and alike heads"):
                 measure.look(call, sums)
-                self._samples[layer] = sums
+                self._samples[layer, self.phase] = sums
             if options.critical:
                 with self._closely("critical scale"):
                     measure.criticality(call, sums)
@@ -156,7 +160,7 @@ class Observer:
                         row = measure.pooled_map(call, where[1], self.step, layer)
                         keep_newest(self.record.maps, row, "layer", "head")
         else:
-            sums.borrow(self._samples[layer])
+            sums.borrow(self._samples[layer, self.phase])
         if count == 1 or count % 32 == 0 or (count >= 8 and count & (count - 1) == 0):
             with self._closely("temperature curve"):
                 keep_newest(self.record.curves, measure.curve(call, self.step, layer), "layer")
@@ -212,15 +216,15 @@ def _no_autocast() -> Iterator[None]:
 
 
 class StepBuffer:
-    """Sums of the open step by layer and by loss, and those of a few steps that are over."""
+    """Sums of the open step by layer and phase and by loss, and those of a few steps that are over."""
 
     def __init__(self, record: Record, sinks: Sequence[Any], keep: int | None) -> None:
         self.record, self.sinks = record, sinks
         self._kept = Thinning(record, keep)
-        self.sums: dict[int, Accumulator] = {}
+        self.sums: Sums = {}
         self.losses: Losses = {}
         self.impossible: list[str] = []  # numbers that cannot be: our own faults
-        self._closed: list[tuple[int, dict[int, Accumulator], Losses]] = []
+        self._closed: list[tuple[int, Sums, Losses]] = []
         self._failed: set[int] = set()  # sinks that were reported
 
     def close(self, step: int) -> None:
@@ -236,7 +240,7 @@ class StepBuffer:
         closed, self._closed = self._closed, []
         try:
             with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
-                parts = [(step, *item) for step, seen, _ in closed for item in sorted(seen.items())]
+                parts = [(step, layer, sums) for step, seen, _ in closed for (layer, _), sums in sorted(seen.items())]
                 made = iter(blocks(parts, self.impossible))
                 for step, seen, losses in closed:
                     here = [next(made) for _ in seen]
@@ -247,12 +251,12 @@ class StepBuffer:
         except Exception as error:  # watching never stops a run
             log.warning("steps up to %d could not be recorded: %s", closed[-1][0], error)
 
-    def _close_looks(self, step: int, seen: dict[int, Accumulator]) -> None:
+    def _close_looks(self, step: int, seen: Sums) -> None:
         for curve in self.record.curves:  # the strongest keys go with the temperature curve of their layer
-            sums = seen.get(curve["layer"])
+            sums = next((s for (layer, _), s in sorted(seen.items()) if layer == curve["layer"]), None)
             if sums is not None and sums.keys is not None:
                 curve["keys"] = [[[int(i), mass] for i, mass in head] for head in sums.keys.tolist()]
-        for layer, sums in sorted(seen.items()):
+        for (layer, _), sums in sorted(seen.items()):
             row = None if sums.received is None else sums.received.row(step, layer, self.impossible)
             if row is not None:
                 measure.keep_profile(self.record.received, row)
@@ -294,8 +298,8 @@ class Thinning:
 
     def _begin(self) -> None:
         self._steps: set[int] = set()
-        self._newest: dict[int | str, Row] = {}  # that stayed, by layer and by name of a loss
-        self._sick: set[int | str] = set()  # of these, those that were not finite at some step
+        self._newest: dict[Of, Row] = {}  # that stayed
+        self._sick: set[Of] = set()  # of these, those that were not finite at some step
 
     def add(self, here: Iterable[Block], losses: Iterable[dict[str, Any]]) -> None:
         new: list[Row] = [*here, *losses]
@@ -316,7 +320,10 @@ class Thinning:
         return step * GOLDEN % 1.0 < 0.5**self._level
 
     def _add(self, row: Row) -> None:
-        step, of = (row.step, row.layer) if isinstance(row, Block) else (int(row["step"]), str(row["name"]))
+        of: Of
+        step, of = (
+            (row.step, (row.layer, row.phase)) if isinstance(row, Block) else (int(row["step"]), str(row["name"]))
+        )
         bad = _nonfinite(row)
         first = of not in self._newest or (any(bad) and of not in self._sick)
         if any(bad):
