@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,15 +29,14 @@ def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(_SDPA, args, strict=False)) | kwargs
 
 
+@dataclass(eq=False)
 class Wrapper:
-    """One owner's function around a patched one: function(inner, *args, **kwargs).
+    """One owner's function around a patched one: function(inner, *args, **kwargs)."""
 
-    everywhere: for every thread, not only the one that made it. traced: also for code that torch.compile traces.
-    """
-
-    def __init__(self, function: Callable[..., Any], *, everywhere: bool = False, traced: bool = False) -> None:
-        self.function, self.everywhere, self.traced = function, everywhere, traced
-        self.thread = threading.get_ident()
+    function: Callable[..., Any]
+    everywhere: bool  # for every thread, not only the one that made it
+    traced: bool  # also for code that torch.compile traces
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class _Installed:
@@ -91,12 +90,7 @@ class Patch:
         self._installed: _Installed | None = None  # kept without owners too: a graph traced through it stays valid
 
     def add(self, function: Callable[..., Any], *, everywhere: bool = False, traced: bool = False) -> Wrapper:
-        wrapper = Wrapper(function, everywhere=everywhere, traced=traced)
-        self.put(wrapper)
-        return wrapper
-
-    def put(self, wrapper: Wrapper) -> None:
-        """Add a wrapper that exists already; each is put once at a time."""
+        wrapper = Wrapper(function, everywhere, traced)
         with self._lock:
             now = self._installed
             if now is None or not now.wrappers:
@@ -105,16 +99,16 @@ class Patch:
                     now = self._installed = _Installed(found)
                 setattr(self.owner, self.name, now.call)
             now.wrappers = (*now.wrappers, wrapper)
-            if wrapper.traced:
-                now.traced = (*now.traced, wrapper.function)
+            if traced:
+                now.traced = (*now.traced, function)
+        return wrapper
 
     def remove(self, wrapper: Wrapper) -> None:
         with self._lock:
             now = self._installed
             if now is None or wrapper not in now.wrappers:
                 return
-            place = now.wrappers.index(wrapper)
-            now.wrappers = now.wrappers[:place] + now.wrappers[place + 1 :]
+            now.wrappers = tuple(w for w in now.wrappers if w is not wrapper)
             if wrapper.traced:
                 now.traced = tuple(w.function for w in now.wrappers if w.traced)
             if not now.wrappers and getattr(self.owner, self.name) is now.call:
@@ -180,9 +174,7 @@ class replace_sdpa(ContextDecorator):
         self._wrappers.append(SDPA.add(self._serve, everywhere=True, traced=True))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         here = threading.get_ident()
         mine = [w for w in self._wrappers if w.thread == here] or self._wrappers  # one object in several threads
         self._wrappers.remove(mine[-1])

@@ -446,7 +446,7 @@ def test_the_first_use_of_torch_compile_inside_a_block() -> None:
     assert done.returncode == 0, done.stderr
 
 
-INSIDES = [f"{module}.{name}" for module, names in compiled_of_monitor.NEEDED.items() for name in names]
+INSIDES = compiled_of_monitor.NEEDED
 
 
 class Lacking:

@@ -182,7 +182,7 @@ def test_the_error_of_several_ranks_is_that_of_independent_means() -> None:
 
 
 class Clock:
-    """Time that passes where a test says so: a second in the model, half a second in what is measured."""
+    """Time that passes by hand: a second in the model, half a second in what is measured."""
 
     def __init__(self) -> None:
         self.now = 0.0

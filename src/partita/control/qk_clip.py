@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from partita._checks import check_positive
 from partita.control.layout import Layout, Rows, find
 from partita.errors import ValueRangeError
-from partita.monitor import compiled
+from partita.monitor import compiled, hooks
 from partita.monitor.callbacks import from_lightning
-from partita.monitor.hooks import Frame, FunctionMode, ModuleNames, SoftmaxCall, Subscriber, follow, heads_of, serve
+from partita.monitor.hooks import Call, Frame, FunctionMode, ModuleNames, SoftmaxCall, Subscriber
 from partita.nn.qk_clip import holds
 
 __all__ = ["PerLayer", "QKClip", "lightning_qk_clip_callback", "qk_clip_callback"]
@@ -76,7 +76,7 @@ class QKClip(Subscriber):
             raise TypeError(f"QKClip takes a torch.nn.Module; got {type(model).__name__}.")
         if threshold is not None:
             check_positive("threshold", threshold)
-        if [1 for inner in model.modules() if compiled.code_of(inner) is not None]:
+        if any(compiled.code_of(inner) is not None for inner in model.modules()):
             raise ValueRangeError(
                 "QKClip cannot see into the graphs of torch.compile: give it the model, and leave the model uncompiled."
             )
@@ -92,7 +92,7 @@ class QKClip(Subscriber):
         self._own = {id(module) for module in self._inner.modules()}
         self._local = threading.local()
         self.leaves = weakref.WeakSet()  # leaves are observed: their outputs show which weights made queries and keys
-        self._following = follow(self)
+        self._following = hooks.follow(self)
 
     @property
     def max_scores(self) -> PerLayer:
@@ -123,19 +123,18 @@ class QKClip(Subscriber):
             self._local.stack, self._local.mode = [], FunctionMode(self)
         return self._local.stack  # type: ignore[no-any-return]
 
-    def called(
-        self, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def called(self, call: Call) -> Any:
+        module = call.module
         if not module.training or id(module) not in self._own:
-            return inner(module, *args, **kwargs)
+            return call()
         stack, name = self.stack, self._names.name(module)
         if name is None:  # a leaf of torch's
-            out = inner(module, *args, **kwargs)
+            out = call()
         else:
             stack.append(Frame(name, module))
             try:
                 with self._local.mode.during() if len(stack) == 1 else contextlib.nullcontext():
-                    out = inner(module, *args, **kwargs)
+                    out = call()
             finally:
                 stack.pop()
         # a linear map, of torch's or another class (Conv1D of transformers)
@@ -153,19 +152,18 @@ class QKClip(Subscriber):
         return layer or type(self._inner).__name__
 
     def serve(self, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
-        return serve(call, plain=False)
+        return hooks.serve(call, plain=False)
 
     def softmax(self, make: Callable[[], SoftmaxCall | None]) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             call = make()
-            largest = None if call is None else _largest(call)
-            if call is not None and largest is not None:
+            if call is not None and (largest := _largest(call)) is not None:
                 self._seen(call, largest)
 
     def _seen(self, call: SoftmaxCall, largest: Tensor) -> None:  # (batch, heads, n_query), or (heads, n_query)
         top, query, key = call.module, call.query, call.key
         if largest.dim() == 2:  # heads and batch in one dimension, where the module has its number of heads
-            heads = heads_of(top.module)
+            heads = hooks.heads_of(top.module)
             heads = heads if largest.shape[0] % heads == 0 else 1
             largest = largest.unflatten(0, (-1, heads))
             query, key = (None if t is None else _with_heads(t.detach(), heads) for t in (query, key))
@@ -211,7 +209,7 @@ class QKClip(Subscriber):
 
     def _factor(self, peak: Tensor) -> Tensor:
         # one division, rounded once: torch takes number / tensor as a product with the reciprocal
-        top = self.threshold if self.threshold is not None else torch.inf
+        top = torch.inf if self.threshold is None else self.threshold
         return peak.new_tensor([top / p if top < p < torch.inf else 1.0 for p in peak.tolist()])
 
     def _shrink(self, name: str, factors: PerLayer) -> None:

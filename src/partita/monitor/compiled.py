@@ -15,18 +15,18 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from partita import Stats
 from partita._torch_function import TRACED
 from partita.engine.terms import Term, unpack
-from partita.interception import Patch, Wrapper, named
+from partita.interception import Patch, named
 from partita.monitor import graphs
 from partita.monitor.graphs import Instrumented, Site
 from partita.monitor.hooks import MODULE_CALL, Frame, FunctionMode, ModuleNames, SoftmaxCall, stacks_layers
@@ -43,10 +43,10 @@ NOT_SEEN = (
     "use a `with` block, in which functions run without torch.compile"
 )
 # Internals of torch.compile, which may be missing in another version: a compiled module then runs without it.
-NEEDED = {
-    "torch._dynamo.eval_frame": ("_callback_from_stance", "skip_code"),
-    "torch._dynamo.trace_rules": ("add", "check"),
-}
+NEEDED = (
+    *("torch._dynamo.eval_frame._callback_from_stance", "torch._dynamo.eval_frame.skip_code"),
+    *("torch._dynamo.trace_rules.add", "torch._dynamo.trace_rules.check"),
+)
 SILENT = "graphs ran that do not report: the version of torch, or its stance, lets no backend be put before theirs"
 SKIPPED = "compiled in place, which torch.compile does not do to a module of torch's own: run without it"
 OURS = ("compiled", "handle", "hooks", "measure", "observer")  # files that are never compiled with a model
@@ -69,47 +69,36 @@ class _Eager:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._wanted = 0
-        self._stance: Any = None
-        self._wrapper: Wrapper | None = None
+        self._changed = ExitStack()
+        self.forced = False
 
     def on(self) -> None:
         with self._lock:
             self._wanted += 1
-            if self._wanted > 1:
-                return
-            if loaded():
+            if self._wanted == 1 and loaded():
                 self._force()
-            else:
-                self._wrapper = _COMPILE.add(self._first, everywhere=True)
+            elif self._wanted == 1:
+                self._changed.callback(_COMPILE.remove, _COMPILE.add(self._first, everywhere=True))
 
     def off(self) -> None:
         with self._lock:
             self._wanted -= 1
-            if self._wanted:
-                return
-            if self._wrapper is not None:
-                _COMPILE.remove(self._wrapper)
-                self._wrapper = None
-            if self._stance is not None:
-                stance, self._stance = self._stance, None
-                stance.__exit__(None, None, None)
-
-    @property
-    def forced(self) -> bool:
-        return self._stance is not None
+            if not self._wanted:
+                self.forced = False
+                self._changed.close()
 
     def _first(self, compile_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not loaded():
             with MODULE_CALL.lifted():  # it remembers nn.Module.__call__ as it finds it
                 importlib.import_module("torch._dynamo")
         with self._lock:
-            if self._wanted and self._stance is None:
+            if self._wanted and not self.forced:
                 self._force()
         return compile_(*args, **kwargs)
 
     def _force(self) -> None:
-        self._stance = torch.compiler.set_stance("force_eager")
-        self._stance.__enter__()
+        self._changed.enter_context(torch.compiler.set_stance("force_eager"))
+        self.forced = True
 
 
 EAGER = _Eager()
@@ -132,14 +121,15 @@ def code_of(module: nn.Module) -> nn.Module | None:
 
 def missing() -> str | None:
     """Why graphs cannot be made to report, with this version of torch; None where they can."""
-    for module, names in NEEDED.items():
+    for place in NEEDED:
+        module, _, name = place.rpartition(".")
         try:
-            found = importlib.import_module(module)
+            if hasattr(importlib.import_module(module), name):
+                continue
         except ImportError:
-            return module
-        for name in names:
-            if not hasattr(found, name):
-                return f"{module}.{name}"
+            place = module
+        version = f"torch {torch.__version__} has no {place}"
+        return f"run without torch.compile, because {version}, which following graphs needs"
     return None
 
 
@@ -170,15 +160,18 @@ class _Graphs:
         self._callback: Patch | None = None
 
     @contextmanager
-    def reporting(self, kernel: str, silent: Callable[[], None]) -> Iterator[None]:
-        """Graphs made in this call report; `silent` is called where one cannot."""
+    def reporting(self, kernel: str, listener: Graphs) -> Iterator[None]:
+        """Graphs that run in this call report to the listener, which is `silent` where one cannot."""
+        before = graphs.HERE.listeners
         with self._lock:
             self._calls += 1
             TRACED.around = graphs.around
+        graphs.HERE.listeners = (*before, listener) if listener not in before else before
         try:
-            with self._through(lambda callback: self._instrumented(callback, kernel, silent)):
+            with self._through(lambda callback: self._instrumented(callback, kernel, listener)):
                 yield
         finally:
+            graphs.HERE.listeners = before
             with self._lock:
                 self._calls -= 1
                 TRACED.around = graphs.around if self._calls else None
@@ -188,7 +181,7 @@ class _Graphs:
         return self._through(lambda callback: None)
 
     def as_they_are(self) -> AbstractContextManager[None]:
-        """For a module that is not the model's, inside a block too."""
+        """Of a module that is not the model's, inside a block too."""
         return self._through(lambda callback: callback)
 
     @contextmanager
@@ -212,12 +205,12 @@ class _Graphs:
         with self._callback.around(around):
             yield
 
-    def _instrumented(self, callback: Any, kernel: str, silent: Callable[[], None]) -> Any:
+    def _instrumented(self, callback: Any, kernel: str, listener: Graphs) -> Any:
         """The same with the user's backend behind ours; the same one every time, or each call would compile anew."""
         convert: Any = getattr(callback, "_torchdynamo_orig_backend", None)
         backend = getattr(convert, "_torchdynamo_orig_backend", None)
         if backend is None or not hasattr(convert, "_clone_with_backend") or not hasattr(callback, "hooks"):
-            silent()  # a stance that defers compiling, or another version of torch
+            listener.silent = True  # a stance that defers compiling, or another version of torch
             return callback
         if isinstance(backend, Instrumented):
             return callback  # another watch came first
@@ -232,17 +225,6 @@ GRAPHS = _Graphs()
 
 
 # ---- what a watch does with a report from a graph: it looks as it would have, had the call been seen -----------------
-
-
-@contextmanager
-def listening(listener: Graphs) -> Iterator[None]:
-    """While a compiled module is called in this thread."""
-    before = graphs.listeners()
-    graphs.HERE.listeners = (*before, listener) if listener not in before else before
-    try:
-        yield
-    finally:
-        graphs.HERE.listeners = before
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,34 +244,31 @@ class Graphs:
         self.watch, self._mode, self._names, self._called = watch, mode, names, called
         self._seen: set[str] = set()  # modules whose softmax was
         self._unseen: dict[str, None] = {}  # losses whose arguments are no part of a graph
-        self._silent = False  # a graph ran that does not report
+        self.silent = False  # a graph ran that does not report
         self._known: dict[tuple[int, int], tuple[Frame, ...] | None] = {}  # by site and compiled module
 
     def reported(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A graph reports one of its calls, while it runs: a graph of the code of the innermost module called."""
-        watch = self.watch
-        root = watch.stack[-1].module
+        stack = self.watch.stack
+        root = stack[-1].module
         place = site.number, id(root)
         if place not in self._known:
             self._known[place] = self._frames(site, root)
-            if site.about is not None:
-                self._read(site.about, root)
+            if site.kind == "graph":
+                self._read(root, *args)
         frames = self._known[place]
-        if frames is None or site.about is not None or not watch.listening():
+        if frames is None or site.kind == "graph" or not self.watch.listening():
             return
-        depth = len(watch.stack)
-        watch.stack.extend(frames)
+        depth = len(stack)
+        stack.extend(frames)
         try:
-            watch.observer.guard(lambda: self._look(site, args, kwargs))
+            self.watch.observer.guard(lambda: self._look(site, args, kwargs))
         finally:
-            del watch.stack[depth:]
-
-    def pass_over(self) -> None:
-        self._silent = True
+            del stack[depth:]
 
     def remarks(self, found: Coverage, seen: set[str]) -> list[str]:
         """Text about graphs for the coverage, of all modules seen; those seen inside graphs are added to it."""
-        more = [SILENT] if self._silent else []
+        more = [SILENT] if self.silent else []
         if inside := sorted(self._seen & seen):
             found["in_graphs"] = inside
             more.append(f"{len(inside)} of them inside graphs of torch.compile")
@@ -297,15 +276,14 @@ class Graphs:
             more.append(f"losses not seen, because objects are no part of a graph: {', '.join(self._unseen)}")
         return more
 
-    def _read(self, about: Any, root: nn.Module) -> None:
-        """What holds for a graph as a whole, once."""
-        for path in about.modules | about.by_hand:
+    def _read(self, root: nn.Module, modules: tuple[str, ...], by_hand: tuple[str, ...]) -> None:
+        """What holds for a graph as a whole, once: whose code is in it, and whose attention is not recorded."""
+        for path in {*modules, *by_hand}:
             with contextlib.suppress(AttributeError):
                 module = root.get_submodule(path)
-                name = self._names.name(module)
-                if name is not None:
+                if (name := self._names.name(module)) is not None:
                     self._called[name] = self._called.get(name, 0) + 1
-                    if path in about.by_hand:
+                    if path in by_hand:
                         self.watch.observer.by_hand[name] = type(module).__name__
 
     def _frames(self, site: Site, root: nn.Module) -> tuple[Frame, ...] | None:
@@ -321,49 +299,39 @@ class Graphs:
         if self._names.name(chain[-1] if chain else root) is None:
             return None
         known = [(self._names.name(module), module) for module in chain]
-        return tuple(Frame(n, m, None, two and stacks_layers(m), False) for n, m in known if n is not None)
+        return tuple(Frame(n, m, passed=two and stacks_layers(m)) for n, m in known if n is not None)
 
     def _look(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Inside the frames of the call."""
-        watch = self.watch
-        if (site.kind == "face" and args[0] != "attention") or site.kind in BY_NAME:
-            face, given, more, plain = args if site.kind == "face" else (site.kind, args, kwargs, True)
-            if plain:
-                watch.observer.record_loss(BY_NAME[face], given, more)
-            else:
-                self._unseen[BY_NAME[face].name] = None
-            return
-        event = self._event(site, args, kwargs, watch.stack[-1])
-        if event is not None:
-            watch.observer.record_attention(event)
-        self._seen.add(watch.stack[-1].name)
+        observer = self.watch.observer
+        face, given, more, plain = args if site.kind == "face" else (site.kind, args, kwargs, True)
+        if face not in BY_NAME:
+            observer.record_attention(self._event(site.kind, given, more, plain, site.cross))
+            self._seen.add(self.watch.stack[-1].name)
+        elif plain:
+            observer.record_loss(BY_NAME[face], given, more)
+        else:
+            self._unseen[BY_NAME[face].name] = None
 
-    def _event(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], top: Frame) -> SoftmaxCall | None:
-        if site.kind == "softmax":
-            return self._mode.softmax_call(args[0] if args else kwargs["input"], None, site.cross)
-        if site.kind == "face":
-            if not args[3]:
-                raise NoCloseLook("a score given by a callable, or a position bias too large for a close look")
-            call, stats = _marked(*args[1], **args[2])
-            return _event(call, "partita", top, site.cross, stats)
-        if site.kind in FUSED:
-            found = _fused(FUSED[site.kind], args)
-            return None if found is None else _event(found, "MultiheadAttention", top, False)
-        return self._mode.sdpa_call(named(args, kwargs), site.kind, site.cross, None, kwargs["stats"])
+    def _event(self, kind: str, args: Any, kwargs: Any, plain: bool, cross: bool) -> SoftmaxCall | None:
+        if kind == "softmax":
+            return self._mode.softmax_call(args[0] if args else kwargs["input"], None, cross)
+        if kind != "face" and kind not in FUSED:
+            return self._mode.sdpa_call(named(args, kwargs), kind, cross, None, kwargs["stats"])
+        if not plain:
+            raise NoCloseLook("a score given by a callable, or a position bias too large for a close look")
+        call, stats = _marked(*args, **kwargs) if kind == "face" else (_fused(FUSED[kind], args), None)
+        if call is None:
+            return None
+        kind, operands = "partita" if stats else "MultiheadAttention", (call.query, call.key, call.mask, call.scale)
+        top = self.watch.stack[-1]
+        return SoftmaxCall(kind, top, lambda: call, *operands, statistics=stats, cross=cross)
 
 
-def _event(call: Scores, kind: str, top: Frame, cross: bool, stats: Any = None) -> SoftmaxCall:
-    operands = call.query, call.key, call.mask, call.scale
-    return SoftmaxCall(kind, top, *operands, statistics=stats, cross=cross, scores=call.scores, build=lambda: call)
-
-
-def _marked(
-    query: Tensor, key: Tensor, scale: Any, mask: Tensor | None, causal: bool, softcap: float | None,
-    *, stats: Any, shown: list[Tensor], layout: list[int] | None,
-) -> tuple[Scores, Stats]:  # fmt: skip
+def _marked(*operands: Any, softcap: Any, stats: Any, shown: Any, layout: Any) -> tuple[Scores, Stats]:
     """Attention of partita, as `graphs` has marked it."""
     support = None if layout is None else Bound(unpack(shown, layout))
-    return Scores(query, key, scale, mask, causal, support, softcap), Stats(*stats)
+    return replace(Scores(*operands), support=support, softcap=softcap), Stats(*stats)
 
 
 # the arguments of torch's fused layers that their attention depends on, in order

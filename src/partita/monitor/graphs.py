@@ -23,7 +23,7 @@ from torch import Tensor, fx, library, nn
 
 from partita.engine.terms import pack
 from partita.interception import SDPA, SOFTMAX, named
-from partita.monitor.hooks import is_attention, serve
+from partita.monitor.hooks import in_backward, is_attention, over_keys, serve
 from partita.monitor.losses import FACES
 from partita.monitor.scores import NoCloseLook, partita_scores
 
@@ -32,15 +32,6 @@ WRAPPED = ("tag_activation_checkpoint", "wrap")  # a body and its operands
 TICKET = "partita_ticket"
 RETURNED = frozenset(function.__name__ for function, face in FACES.items() if face.returned)
 PLAIN = (Tensor, int, float, str, type(None))
-
-
-@dataclass
-class About:
-    """What holds for a graph as a whole."""
-
-    kernel: str
-    modules: set[str] = field(default_factory=set)  # whose code is in it
-    by_hand: set[str] = field(default_factory=set)  # that hold attention of which nothing is recorded
 
 
 class Instrumented:
@@ -75,7 +66,8 @@ class Instrumented:
 
 def rewritten(module: fx.GraphModule, ticket: Tensor, kernel: str = "own") -> fx.GraphModule | None:
     """The same graph, in which softmaxes and losses report, with one more input, the last; None where it has none."""
-    about = About(kernel)
+    modules: set[str] = set()  # whose code is in it
+    by_hand: set[str] = set()  # that hold attention of which nothing is recorded
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, known))
@@ -88,10 +80,12 @@ def rewritten(module: fx.GraphModule, ticket: Tensor, kernel: str = "own") -> fx
     for node, copy in {**known, token: token}.items():
         if node.op == "placeholder":
             copy._dynamo_source = getattr(node, "_dynamo_source", None)
-    if not _rewrite(made, token, about):
+    if not _rewrite(made, token, kernel, modules, by_hand):
         return None
     with graph.inserting_after(token):
-        graph.call_function(_reporting(_nothing, Site("graph", "", about=about)), (token,))
+        graph.call_function(
+            _reporting(_nothing, Site("graph", "")), (token, tuple(sorted(modules)), tuple(sorted(by_hand)))
+        )
     made.recompile()
     return made
 
@@ -101,30 +95,32 @@ def _one_more_input(graph: fx.Graph) -> fx.Node:
         return graph.placeholder(TICKET)
 
 
-def _rewrite(module: fx.GraphModule, token: fx.Node, about: About) -> bool:
+def _rewrite(module: fx.GraphModule, token: fx.Node, kernel: str, modules: set[str], by_hand: set[str]) -> bool:
     """Rewrites the nodes; whether there was anything to report."""
     found = False
     for node in list(module.graph.nodes):
         where = stack(node)
-        about.modules |= {path for path, _ in where}
+        modules |= {path for path, _ in where}
         path, kind = where[-1] if where else ("", None)
-        inner = _body(module, node)
-        if inner is not None:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if (inner := _body(module, node)) is not None:
             carried = _one_more_input(inner.graph)
-            if _rewrite(inner, carried, about):
+            if _rewrite(inner, carried, kernel, modules, by_hand):
                 node.args, found = (*node.args, token), True
                 inner.recompile()
             else:
                 inner.graph.erase_node(carried)
             continue
-        call = _called(node)
+        call = node.target
         made: Callable[..., Any] | None = None
         if call is SDPA_ITSELF:
-            made = _sdpa(Site(_title(kind), path, crosses(node, path)), about.kernel)
+            title = "MultiheadAttention" if issubclass(kind or object, nn.MultiheadAttention) else "sdpa"
+            made = _sdpa(Site(title, path, crosses(node, path)), kernel)
         elif call is F.multi_head_attention_forward:
             cross = node.args[0] is not node.args[1]
             fused, written = (Site(title, path, cross) for title in ("MultiheadAttention", "softmax"))
-            made = _open_multi_head(_sdpa(fused, about.kernel), written)
+            made = _open_multi_head(_sdpa(fused, kernel), written)
         elif call in FUSED_LAYERS:
             made = _reporting(call, Site(FUSED_LAYERS[call], path))
         elif call is mark:
@@ -133,8 +129,9 @@ def _rewrite(module: fx.GraphModule, token: fx.Node, about: About) -> bool:
             made = _reporting(call, Site(FACES[call].name, path))
         elif call in SOFTMAXES and _over_keys(node):
             if kind is not None and not is_attention(path, kind):
-                about.by_hand |= {path} if multiplies(node) else set()
-                found = found or multiplies(node)
+                if multiplies(node):
+                    by_hand.add(path)
+                    found = True
                 continue
             made = _reporting(SOFTMAXES[call], Site("softmax", path, crosses(node, path)))
         if made is not None:
@@ -191,11 +188,7 @@ def _open_multi_head(fused: Callable[..., Any], written: Site) -> Callable[..., 
 # ---- reading a graph ------------------------------------------------------------------------------------------------
 
 SDPA_ITSELF = torch._C._nn.scaled_dot_product_attention
-SOFTMAXES: dict[Any, Callable[..., Any]] = {
-    F.softmax: F.softmax,
-    torch.softmax: torch.softmax,
-    "softmax": torch.softmax,
-}
+SOFTMAXES: dict[Any, Any] = {F.softmax: F.softmax, torch.softmax: torch.softmax, "softmax": torch.softmax}
 FUSED_LAYERS: dict[Any, str] = {
     torch._transformer_encoder_layer_fwd: "encoder layer",
     torch._native_multi_head_attention: "fused attention",
@@ -218,10 +211,6 @@ def inside(source: str) -> str:
     return ".".join(x.strip("'\"") for x in re.findall(r"[^.\[\]]+", rest) if x != "_modules")
 
 
-def _called(node: fx.Node) -> Any:
-    return node.target if node.op in ("call_function", "call_method") else None
-
-
 def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """The graph inside a checkpointed call."""
     first = node.args[0] if node.args else None
@@ -231,25 +220,19 @@ def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     return found if isinstance(found, fx.GraphModule) else None
 
 
-def _title(kind: type | None) -> str:
-    return "MultiheadAttention" if kind is not None and issubclass(kind, nn.MultiheadAttention) else "sdpa"
-
-
 def _over_keys(node: fx.Node) -> bool:
-    """A softmax over the last of three or four dimensions."""
     scores = node.args[0] if node.args else node.kwargs.get("input")
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     value = scores.meta.get("example_value") if isinstance(scores, fx.Node) else None
-    return isinstance(value, Tensor) and value.dim() in (3, 4) and dim in (-1, value.dim() - 1)
+    return isinstance(value, Tensor) and over_keys(value, dim)
 
 
 def multiplies(node: fx.Node) -> bool:
     """A softmax times something is attention, whatever its module is called."""
     for user in node.users:
-        call = _called(user)
-        if call in PRODUCTS or str(call) == "<built-in function matmul>":
+        if user.target in PRODUCTS or str(user.target) == "<built-in function matmul>":
             return True
-        if call in (F.dropout, "to", "type_as", "contiguous") and multiplies(user):
+        if user.target in (F.dropout, "to", "type_as", "contiguous") and multiplies(user):
             return True
     return False
 
@@ -295,45 +278,38 @@ class Site:
     kind: str
     path: str
     cross: bool = False
-    about: Any = None  # of the graph as a whole
-    call: tuple[Any, list[Any]] | None = None  # its arguments: their structure, and what is no tensor
+    structure: Any = None  # of its arguments
+    leaves: list[tuple[int | None, Any]] = field(default_factory=list)  # a place among `_TRACED`, or what was traced
 
     def __post_init__(self) -> None:
         SITES.append(self)
         self.number = len(SITES) - 1
 
-    def arguments(self, tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float]) -> Any:
+    def arguments(self, *traced: Sequence[Any]) -> Any:
         """The (args, kwargs) of the call that reported."""
-        assert self.call is not None
-        structure, leaves = self.call
-        kinds = {Tensor: iter(tensors), int: iter(sizes), float: iter(numbers)}
-        return pytree.tree_unflatten([next(kinds[x.kind]) if type(x) is _Slot else x for x in leaves], structure)
-
-
-@dataclass(frozen=True)
-class _Slot:
-    kind: type
+        given = [iter(values) for values in traced]
+        leaves = [x if kind is None else next(given[kind]) for kind, x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.structure)
 
 
 SITES: list[Site] = []
-HERE = threading.local()  # `listeners`: what watches a call of a compiled module in this thread
-_TRACED: dict[type, Any] = {Tensor: Tensor, int: torch.SymInt, float: torch.SymFloat}  # what stands for each in a graph
 
 
-def listeners() -> tuple[Any, ...]:
-    return getattr(HERE, "listeners", ())
+class _Here(threading.local):
+    listeners: tuple[Any, ...] = ()  # what watches a call of a compiled module in this thread
+
+
+HERE = _Here()
+_TRACED: tuple[Any, ...] = (Tensor, torch.SymInt, torch.SymFloat)  # what an operator of a graph takes, each in a list
 
 
 def report(ticket: Tensor, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Put the operator into the graph that is being traced, with all tensors of the call; or run it."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    found = {kind: [x for x in leaves if isinstance(x, traced)] for kind, traced in _TRACED.items()}
-    site.call = (
-        structure,
-        [next((_Slot(k) for k, traced in _TRACED.items() if isinstance(x, traced)), x) for x in leaves],
-    )
-    tensors = [x.detach() for x in found[Tensor]]
-    torch.ops.partita.report(ticket, tensors, found[int], found[float], site.number)
+    leaves, site.structure = pytree.tree_flatten((args, kwargs))
+    tensors, sizes, numbers = ([x for x in leaves if isinstance(x, kind)] for kind in _TRACED)
+    kinds = [next((at for at, kind in enumerate(_TRACED) if isinstance(x, kind)), None) for x in leaves]
+    site.leaves = [(kind, x if kind is None else None) for kind, x in zip(kinds, leaves, strict=True)]
+    torch.ops.partita.report(ticket, [x.detach() for x in tensors], sizes, numbers, site.number)
 
 
 library.define(
@@ -346,9 +322,9 @@ library.define(
 @library.impl("partita::report", "CompositeExplicitAutograd")
 def _(ticket: Tensor, tensors: list[Tensor], sizes: list[int], numbers: list[float], site: int) -> None:
     ticket.add_(1)
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         return  # a recomputation in the backward pass: the call was seen before
-    for listener in listeners():
+    for listener in HERE.listeners:
         args, kwargs = SITES[site].arguments(tensors, sizes, numbers)
         listener.reported(SITES[site], args, kwargs)
 
@@ -388,21 +364,18 @@ def _attention(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     given = named(args, kwargs)
     wanted = given.pop("return_stats", False)
     out, stats = function(**given, return_stats=True)
-    _mark_attention(given, stats)
-    return (out, stats) if wanted else out
-
-
-def _mark_attention(given: dict[str, Any], stats: Any) -> None:
     try:
         call = partita_scores(given)
     except NoCloseLook:  # what has no close look without a graph has none here, and breaks no graph
         mark("attention", (), {}, False)
-        return
+        return (out, stats) if wanted else out
     shown: list[Tensor] = []
     layout: list[int] | None = None
     if call.support is not None:
         terms = call.support.bind(call.n_query, call.n_key, (call.batch, call.heads), given["query"].device)
         shown, layout = pack(terms)
-    operands = call.query, call.key, call.scale, call.mask, call.causal, call.softcap
-    seen = {"stats": tuple(stats), "shown": shown, "layout": layout}
-    mark("attention", operands, seen, True)
+    operands = call.query, call.key, call.scale, call.mask, call.causal
+    mark(
+        "attention", operands, {"softcap": call.softcap, "stats": tuple(stats), "shown": shown, "layout": layout}, True
+    )
+    return (out, stats) if wanted else out

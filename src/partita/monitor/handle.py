@@ -9,26 +9,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partita.distributed import gather_bytes
-from partita.monitor import compiled
-from partita.monitor.hooks import (
-    FunctionMode,
-    ModuleNames,
-    SoftmaxCall,
-    Subscriber,
-    Updates,
-    follow,
-    frame,
-    in_backward,
-    phase_of,
-    serve,
-    takes_fast_path,
-)
+from partita.monitor import compiled, hooks
+from partita.monitor.hooks import Call, FunctionMode, ModuleNames, SoftmaxCall, Subscriber
 from partita.monitor.loading import read_record
 from partita.monitor.losses import Face
 from partita.monitor.observer import Observer
@@ -38,18 +26,6 @@ from partita.monitor.scores import sdpa_scores
 from partita.monitor.sinks import LiveLine
 
 _REPLAY = threading.local()  # whose second run of a module this is: others have seen the first
-
-
-class Call(NamedTuple):
-    """A call of a module, to be made once or several times."""
-
-    inner: Callable[..., Any]
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self) -> Any:
-        return self.inner(self.module, *self.args, **self.kwargs)
 
 
 class Watch(Readings, Subscriber):
@@ -62,17 +38,10 @@ class Watch(Readings, Subscriber):
 
     grouped = False  # keys of other ranks, which may not be watched
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        title: str | None = None,
-        live: bool = False,
-        **given: Any,  # of `Options`
-    ) -> None:
+    def __init__(self, model: nn.Module, *, title: str | None = None, live: bool = False, **given: Any) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch takes a torch.nn.Module; got {type(model).__name__}.")
-        inside = compiled.unwrap(model)
+        self.model = inside = compiled.unwrap(model)
         self._names = ModuleNames(inside)
         self.leaves = self._names.leaves
         self.options = Options(inside, self._names.names(), **given)
@@ -80,7 +49,6 @@ class Watch(Readings, Subscriber):
         self._whole = self.options.rows is None and self.options.layers is None  # every row of every layer
         if live:
             self.options.sinks.append(LiveLine(self.thresholds))
-        self.model = inside
         self._expected = expected(inside)
         self.record = Record(provenance=provenance(inside, self.options.plain()))
         if title:
@@ -97,14 +65,12 @@ class Watch(Readings, Subscriber):
         self._learning = False  # it was called with gradients, whatever it does inside (cached gradients)
         self._called: dict[str, int] = {}
         self._elsewhere = 0
-        self._skipped = False
-        self._lacking: str | None = None
+        self._plain: dict[str, None] = {}  # why something compiled ran without torch.compile
         self._started: float | None = None
         self._steps = 0
         self._thread = threading.get_ident()
         self._mode = FunctionMode(self)
         self._graphs = compiled.Graphs(self, self._mode, self._names, self._called)
-        self._updates = Updates(self._mode)
         self._block = False
         self.attach()
 
@@ -121,7 +87,7 @@ class Watch(Readings, Subscriber):
             self._fresh = True  # whatever is called first begins a step
             self.stack.clear()
             # without a reference to it a handle ends, and lets its model go, unless it has sinks
-            self._attached = follow(self, kept=bool(self.options.sinks))
+            self._attached = hooks.follow(self, kept=bool(self.options.sinks))
         return self
 
     def detach(self) -> None:
@@ -129,9 +95,9 @@ class Watch(Readings, Subscriber):
         attached, self._attached = self._attached, None
         if attached is not None:
             attached()
-        self.observer.flush()
+        self.observer.close(flush=True)
         self.observing = False
-        self.observer.buffer.end()
+        self.observer.end()
 
     def __enter__(self) -> Watch:
         self.attach()
@@ -148,15 +114,13 @@ class Watch(Readings, Subscriber):
         if not self._block:
             self._block = True
             compiled.EAGER.on()
-            self._mode.on()
-            self._updates.on()
+            self._mode.open()
 
     def shut(self) -> None:
         self.stack.clear()
         if self._block:
             self._block = False
-            self._updates.off()
-            self._mode.off()
+            self._mode.shut()
             compiled.EAGER.off()
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -214,20 +178,16 @@ class Watch(Readings, Subscriber):
 
     # ---- calls of modules --------------------------------------------------------------------------------------------
 
-    def called(
-        self, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def called(self, call: Call) -> Any:
         """Every call of every module, but for torch's leaves inside the model, while the watch is attached."""
-        if self._muted or in_backward() or getattr(_REPLAY, "owner", self) is not self:
-            return inner(module, *args, **kwargs)
-        name = self._names.name(module)
+        if self._muted or hooks.in_backward() or getattr(_REPLAY, "owner", self) is not self:
+            return call()
+        module, name = call.module, self._names.name(call.module)
         if threading.get_ident() != self._thread:
             self._elsewhere += name is not None
-            return inner(module, *args, **kwargs)
-        if self._updates.above is not None:
-            self._updates.resume()
-        call, code = Call(inner, module, args, kwargs), compiled.code_of(module)
-        if code is not None:
+            return call()
+        self._mode.resume()
+        if (code := compiled.code_of(module)) is not None:
             return self._compiled(code, name, call)
         if name is None:
             return self._foreign_with_mode(call)
@@ -239,13 +199,10 @@ class Watch(Readings, Subscriber):
         if lacking is None and (name is None or not compiled.skipped(module)):
             with self._mode.without():
                 return self._call_graphs(code, call)
-        if lacking is None:
-            self._skipped, off = True, compiled.GRAPHS.off()
-        elif name is None and not _holds(module, self.model):
+        if lacking is not None and name is None and not _holds(module, self.model):
             return self._foreign(call)
-        else:
-            self._lacking, off = lacking, torch.compiler.set_stance("force_eager")
-        with off:
+        self._plain[lacking or compiled.SKIPPED] = None
+        with compiled.GRAPHS.off() if lacking is None else torch.compiler.set_stance("force_eager"):
             return self._foreign(call) if name is None else self._tracked(name, module, self._eager, name, call)
 
     def _call_graphs(self, code: nn.Module, call: Call) -> Any:
@@ -258,10 +215,10 @@ class Watch(Readings, Subscriber):
 
         def run() -> Any:
             if not self.stack:
-                self.observer.phase = phase_of(code, call.kwargs)
+                self.observer.phase = hooks.phase_of(code, call.kwargs)
             if name is not None or not self.stack:
-                self.stack.append(frame(name or "", code, call.kwargs, call.args))
-            with compiled.listening(self._graphs), compiled.GRAPHS.reporting(kernel, self._graphs.pass_over):
+                self.stack.append(hooks.frame(name or "", code, call))
+            with compiled.GRAPHS.reporting(kernel, self._graphs):
                 return call()
 
         return self._tracked(name or "", code if name is not None else self.model, run)
@@ -287,12 +244,12 @@ class Watch(Readings, Subscriber):
 
     def _eager(self, name: str, call: Call) -> Any:
         module = call.module
-        if takes_fast_path(module) and not hasattr(_REPLAY, "owner"):
+        if hooks.takes_fast_path(module) and not hasattr(_REPLAY, "owner"):
             return self._run_twice(name, call)
         outermost = not self.stack
         if outermost:
-            self.observer.phase = phase_of(module, call.kwargs)
-        self.stack.append(frame(name, module, call.kwargs, call.args))
+            self.observer.phase = hooks.phase_of(module, call.kwargs)
+        self.stack.append(hooks.frame(name, module, call))
         if self._block or not outermost or not self.observing:  # the mode is on already, or not wanted
             return call()
         with self._mode.during():
@@ -318,7 +275,7 @@ class Watch(Readings, Subscriber):
 
     def _foreign(self, call: Call) -> Any:
         """A module that is not the model's: a loss, perhaps, that calls the model; its own fast paths stay open."""
-        quiet = self._mode.without() if self._block and takes_fast_path(call.module) else contextlib.nullcontext()
+        quiet = self._mode.without() if self._block and hooks.takes_fast_path(call.module) else contextlib.nullcontext()
         outermost = not self.stack and self._enclosed is None
         if outermost:
             self._enclosed, self._learning = False, torch.is_grad_enabled()
@@ -351,7 +308,9 @@ class Watch(Readings, Subscriber):
         return not self.stack or self._muted > 0 or threading.get_ident() != self._thread
 
     def serve(self, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
-        return serve(call, plain=True) if self.kernel == "partita" and self._whole and not self.outside() else None
+        return (
+            hooks.serve(call, plain=True) if self.kernel == "partita" and self._whole and not self.outside() else None
+        )
 
     def softmax(self, make: Callable[[], SoftmaxCall | None]) -> None:
         if not self.outside():
@@ -361,7 +320,8 @@ class Watch(Readings, Subscriber):
         self.observer.guard(lambda: self.observer.record_loss(face, args, kwargs), f"{face.name} was not recorded")
 
     def passed_over(self) -> None:
-        self.observer.passed_over()
+        top = self.stack[-1]
+        self.observer.by_hand[top.name] = type(top.module).__name__
 
     def observe(
         self,
@@ -377,8 +337,7 @@ class Watch(Readings, Subscriber):
         def look() -> None:
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             build = functools.partial(sdpa_scores, query, key, mask, causal, factor)
-            call = SoftmaxCall("observe", self.stack[-1], query, key, mask, factor, build=build)
-            self.observer.record_attention(call)
+            self.observer.record_attention(SoftmaxCall("observe", self.stack[-1], build, query, key, mask, factor))
 
         if self.listening() and not self.outside() and not torch.compiler.is_compiling():
             self.observer.guard(look, "what observe(query, key) was given could not be observed", True)
@@ -389,13 +348,7 @@ class Watch(Readings, Subscriber):
     def coverage(self) -> Coverage:
         """Which attention modules were observed, which were not, and why."""
         found = coverage(self._expected, self.observer.seen, self._called, self.observer.by_hand)
-        more = []
-        if self._skipped:
-            more.append(compiled.SKIPPED)
-        if self._lacking is not None:
-            version = f"torch {torch.__version__} has no {self._lacking}"
-            more.append(f"run without torch.compile, because {version}, which following graphs needs")
-        more += self._graphs.remarks(found, self.observer.seen)
+        more = [*self._plain, *self._graphs.remarks(found, self.observer.seen)]
         if compiled.loaded() and not self._called:
             more.append(compiled.NOT_SEEN)
         if self._elsewhere:
@@ -422,7 +375,7 @@ class Watch(Readings, Subscriber):
 
     def finished(self) -> Record:
         """The record with everything seen so far, coverage and overhead included."""
-        self.observer.flush()
+        self.observer.close(flush=True)
         self.record.coverage, self.record.overhead = dict(self.coverage), self.overhead
         return self.record
 

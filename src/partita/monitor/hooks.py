@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 import partita
-from partita.interception import SDPA, SOFTMAX, Patch, Wrapper, named
+from partita.interception import SDPA, SOFTMAX, Patch, named
 from partita.monitor.losses import FACES, Face
 from partita.monitor.scores import Scores, partita_scores, sdpa_scores
 
@@ -39,6 +39,9 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhea
 ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
 ENDS = re.compile(r"att(entio)?n\d*$", re.IGNORECASE)  # MaskedAttention is one, AttentionMask is not
 NOT_ATTENTION = re.compile(r"norm|mask|router|drop|bias|linear|proj|embed|identity", re.IGNORECASE)
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 OWN_CALLS = ("forward", "_compiled_call_impl")
 FAST = {kind.forward for kind in (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)}
 CACHES = ("past_key_values", "past_key_value", "past", "cache_params", "inference_params")
@@ -47,6 +50,18 @@ _CROSS = re.compile(r"cross|enc(oder)?_?dec|(?<![a-z])(encoder|memory)_att", re.
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A call of a module, to be made once or several times."""
+
+    inner: Function
+    module: nn.Module
+    args: Args
+    kwargs: Kwargs
+
+    def __call__(self) -> Any:
+        return self.inner(self.module, *self.args, **self.kwargs)
 
 
 class ModuleNames:
@@ -84,19 +99,16 @@ class Frame:
     linear: list[tuple[nn.Module, Tensor]] = field(default_factory=list)  # the maps it has called, with their outputs
     product: tuple[Tensor, Tensor] | None = None  # queries and keys of its last product
 
-    @property
-    def title(self) -> str:
-        return self.name or type(self.module).__name__
 
-
-def frame(name: str, module: nn.Module, kwargs: dict[str, Any], args: tuple[Any, ...] = ()) -> Frame:
-    mask = kwargs.get("attention_mask")
+def frame(name: str, module: nn.Module, call: Call) -> Frame:
+    """Of a call whose code is that of this module, which is the one called, or inside its shell."""
+    mask = call.kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point():
         mask = None
-    return Frame(name, module, mask, "attention_mask" in kwargs, _crosses(module, args, kwargs))
+    return Frame(name, module, mask, "attention_mask" in call.kwargs, _crosses(module, call.args, call.kwargs))
 
 
-def phase_of(module: nn.Module, kwargs: dict[str, Any]) -> str:
+def phase_of(module: nn.Module, kwargs: Kwargs) -> str:
     """What a call of the model from outside is for: its mode, the gradient mode, and whether it was given a cache."""
     if module.training and torch.is_grad_enabled():
         return "train"
@@ -105,15 +117,14 @@ def phase_of(module: nn.Module, kwargs: dict[str, Any]) -> str:
     return "other" if module.training else "eval"
 
 
-def _crosses(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _crosses(module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
     """Keys come from elsewhere: given by a name for such keys, or as a second sequence of another length."""
     own = args[0] if args else kwargs.get("hidden_states", kwargs.get("x", kwargs.get("query")))
-    own = own if isinstance(own, Tensor) else None
-    for name in _SOURCES if kwargs else ():
-        if isinstance(kwargs.get(name), Tensor) and kwargs[name] is not own:
-            return True
+    given = (kwargs.get(name) for name in _SOURCES)
+    if kwargs and any(isinstance(x, Tensor) and x is not own for x in given):
+        return True
     second = args[1] if len(args) > 1 else None
-    if own is None or not isinstance(second, Tensor) or not is_attention("", type(module)):
+    if not isinstance(own, Tensor) or not isinstance(second, Tensor) or not is_attention("", type(module)):
         return False
     sequences = own.dim() == second.dim() == 3 and second.is_floating_point() and len(own) == len(second)
     return sequences and own.shape[1] != second.shape[1]
@@ -169,9 +180,9 @@ class SoftmaxCall:
 
     kind: str  # sdpa, MultiheadAttention, partita, softmax, observe
     module: Frame  # the innermost one being called
-    query: Tensor | None = (
-        None  # (..., heads, n_query, dim); of scores written by hand None, but for `Subscriber.traces`
-    )
+    canonical: Callable[[], Scores]  # the call in canonical form, made where it is wanted
+    # (..., heads, n, dim); None of scores written by hand, but for `Subscriber.traces`
+    query: Tensor | None = None
     key: Tensor | None = None
     mask: Tensor | None = None
     scale: Any = None
@@ -179,18 +190,11 @@ class SoftmaxCall:
     statistics: Any = None  # Stats where the call itself gave them
     scores: Tensor | None = None  # (batch, heads, n_query, n_key): final scores, where they exist
     cross: bool | None = None  # the keys are another sequence's; None where the call does not show it
-    build: Callable[[], Scores] | None = None  # the call in canonical form, made where it is wanted
 
     @property
     def heads(self) -> int:
         given = self.query if self.scores is None else self.scores
         return given.shape[-3] if given is not None and given.dim() > 3 else 1
-
-    def canonical(self) -> Scores:
-        if self.build is not None:
-            return self.build()
-        assert self.scores is not None
-        return Scores(None, None, scores=self.scores)
 
 
 class Subscriber:
@@ -203,11 +207,9 @@ class Subscriber:
     traces = False  # products are remembered, so that scores written by hand come with their queries and keys
     replays = False  # calls inside autograd's backward (checkpointing) are events too
 
-    def called(
-        self, inner: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def called(self, call: Call) -> Any:
         """A call of any module."""
-        return inner(module, *args, **kwargs)
+        return call()
 
     def begin(self) -> None:
         """A loss is about to be called."""
@@ -220,14 +222,14 @@ class Subscriber:
         """Not inside the model: no softmax is of interest."""
         return not self.stack
 
-    def serve(self, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
+    def serve(self, call: Kwargs) -> tuple[Tensor, Any] | None:
         """(output, Stats) in place of torch's kernel; None leaves the call to torch."""
         return None
 
     def softmax(self, make: Callable[[], SoftmaxCall | None]) -> None:
         """An event, made where it is wanted."""
 
-    def loss(self, face: Face, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def loss(self, face: Face, args: Args, kwargs: Kwargs) -> None:
         """A loss was called."""
 
     def passed_over(self) -> None:
@@ -246,7 +248,7 @@ def follow(owner: Subscriber, *, kept: bool = False) -> weakref.finalize[..., An
         # a leaf that is passed by has no forward of its own, nor one that torch.compile runs
         if found is None or (module in found.leaves and found.stack and module.__dict__.keys().isdisjoint(OWN_CALLS)):
             return inner(module, *args, **kwargs)
-        return found.called(inner, module, args, kwargs)
+        return found.called(Call(inner, module, args, kwargs))
 
     return weakref.finalize(owner, MODULE_CALL.remove, MODULE_CALL.add(around, everywhere=True))
 
@@ -256,7 +258,7 @@ def in_backward() -> bool:
     return int(torch._C._current_graph_task_id()) != -1
 
 
-def serve(call: dict[str, Any], *, plain: bool) -> tuple[Tensor, Any] | None:
+def serve(call: Kwargs, *, plain: bool) -> tuple[Tensor, Any] | None:
     """(output, Stats) of an F.scaled_dot_product_attention call by partita's kernel, in one pass.
 
     plain: None where more than query, key and value is given, or where partita refuses the call.
@@ -279,10 +281,6 @@ def serve(call: dict[str, Any], *, plain: bool) -> tuple[Tensor, Any] | None:
 
 # ---- functions -------------------------------------------------------------------------------------------------------
 
-Call = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-
 
 class FunctionMode(TorchFunctionMode):
     """Calls the function that was called, then lets the subscriber look at its arguments."""
@@ -293,7 +291,9 @@ class FunctionMode(TorchFunctionMode):
         self._cross: bool | None = None  # of the MultiheadAttention being run, if one is
         self._by_hand: list[weakref.ref[Tensor]] = []  # softmaxes that may turn out to be attention
         self._heads = 1
-        self._inner = (SDPA, Wrapper(self._inner_sdpa)), (SOFTMAX, Wrapper(self._inner_softmax))
+        self._thread = 0
+        self._hooks: tuple[Any, ...] = ()
+        self._suspended: int | None = None  # modes above this one, while it is out of the stack for an optimizer
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         handler = SOFTMAXES.get(func)  # most calls, an optimizer's above all, end here
@@ -347,9 +347,39 @@ class FunctionMode(TorchFunctionMode):
             if above is not None:
                 self.on(above)
 
+    # An optimizer calls thousands of functions, none of them a softmax or a loss: the mode is suspended during
+    # `optimizer.step()`, in this thread. A step with a closure calls the model, and is left alone.
+
+    def open(self) -> None:
+        """On until `shut`, but for steps of an optimizer."""
+        self._thread = threading.get_ident()
+        self._hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
+        self.on()
+
+    def shut(self) -> None:
+        self.resume()
+        for hook in self._hooks:
+            hook.remove()
+        self.off()
+
+    def resume(self) -> None:
+        """Put the mode back; also when a module is called, in a step or after one that raised."""
+        above, self._suspended = self._suspended, None
+        if above is not None:
+            self.on(above)
+
+    def _before(self, _: Any, args: Args, kwargs: Kwargs) -> None:
+        if threading.get_ident() == self._thread and not any(callable(x) for x in (*args[1:], *kwargs.values())):
+            self.resume()
+            self._suspended = self.off()
+
+    def _after(self, *_: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self.resume()
+
     # ---- attention ---------------------------------------------------------------------------------------------------
 
-    def _sdpa(self, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _sdpa(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         call = named(args, kwargs)
         served = self.subscriber.serve(call)
         out, stats = served if served is not None else (func(*args, **kwargs), None)
@@ -357,51 +387,39 @@ class FunctionMode(TorchFunctionMode):
         self.subscriber.softmax(functools.partial(self.sdpa_call, call, kind, self._cross, out, stats))
         return out
 
-    def sdpa_call(
-        self, call: Kwargs, kind: str, cross: bool | None, out: Tensor | None, stats: Any
-    ) -> SoftmaxCall | None:
+    def sdpa_call(self, call: Kwargs, kind: str, cross: bool | None, out: Any, stats: Any) -> SoftmaxCall | None:
         query, key, mask, scale = call["query"], call["key"], call.get("attn_mask"), call.get("scale")
         if query.is_nested:
             return None
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
         build = functools.partial(sdpa_scores, query, key, mask, call.get("is_causal", False), scale)
-        top = self.subscriber.stack[-1]
-        return SoftmaxCall(kind, top, query, key, mask, scale, out, stats, cross=cross, build=build)
+        return SoftmaxCall(kind, self.subscriber.stack[-1], build, query, key, mask, scale, out, stats, cross=cross)
 
-    def _multi_head(self, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _multi_head(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """MultiheadAttention: wrappers see its SDPA call, or its softmax where weights are returned."""
         before = self._cross, self._heads
         self._cross, self._heads = args[0] is not args[1], args[4]
-        for patch, wrapper in self._inner:
-            wrapper.thread = threading.get_ident()
-            patch.put(wrapper)
         try:
-            return func(*args, **kwargs)
+            with SDPA.around(self._inner_sdpa), SOFTMAX.around(self._inner_softmax):
+                return func(*args, **kwargs)
         finally:
-            for patch, wrapper in self._inner:
-                patch.remove(wrapper)
             self._cross, self._heads = before
 
-    def _inner_sdpa(self, inner: Call, *args: Any, **kwargs: Any) -> Any:
+    def _inner_sdpa(self, inner: Function, *args: Any, **kwargs: Any) -> Any:
         with self:  # whatever serves it, torch or partita, is seen as everywhere else
             return inner(*args, **kwargs)
 
-    def _inner_softmax(self, inner: Call, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _inner_softmax(self, inner: Function, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = inner(scores, *args, **kwargs)
         cross, heads = self._cross, self._heads
         self.subscriber.softmax(lambda: self.scores_call(scores, heads, "MultiheadAttention", cross, out))
         return out
 
-    def _softmax(self, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _softmax(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         out = func(*args, **kwargs)
         scores = args[0] if args else kwargs.get("input")
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if (
-            isinstance(scores, Tensor)
-            and scores.dim() in (3, 4)
-            and dim in (-1, scores.dim() - 1)
-            and scores.is_floating_point()
-        ):
+        if isinstance(scores, Tensor) and scores.is_floating_point() and over_keys(scores, dim):
             self.subscriber.softmax(lambda: self.softmax_call(scores, out))
         return out
 
@@ -416,23 +434,22 @@ class FunctionMode(TorchFunctionMode):
             self._by_hand = [ref for ref in self._by_hand[-7:] if ref() is not None] + [weakref.ref(out)]
         return None
 
-    def scores_call(
-        self, scores: Tensor, heads: int, kind: str, cross: bool | None, out: Tensor | None = None
-    ) -> SoftmaxCall:
+    def scores_call(self, scores: Tensor, heads: int, kind: str, cross: bool | None, out: Any) -> SoftmaxCall:
         """Scores written by hand; heads and batch may share the first of three dimensions."""
         final, top = scores.detach(), self.subscriber.stack[-1]
         if final.dim() == 3:
             final = final.unflatten(0, (-1, heads if final.shape[0] % heads == 0 else 1))
         query, key = _operands(top.product, final)
-        return SoftmaxCall(kind, top, query, key, output=out, scores=final, cross=cross)
+        build = functools.partial(Scores, None, None, scores=final)
+        return SoftmaxCall(kind, top, build, query, key, output=out, scores=final, cross=cross)
 
-    def _dropout(self, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _dropout(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         out = func(*args, **kwargs)
         if args and any(ref() is args[0] for ref in self._by_hand):
             self._by_hand.append(weakref.ref(out))
         return out
 
-    def _product(self, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _product(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """A softmax times something is attention, whatever its module is called."""
         if not self.subscriber.outside():
             if any(ref() is given for ref in self._by_hand for given in args):
@@ -442,7 +459,7 @@ class FunctionMode(TorchFunctionMode):
                 self.subscriber.stack[-1].product = (given[0].detach(), given[1].detach().mT)
         return func(*args, **kwargs)
 
-    def _partita(self, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _partita(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """partita.attention is called as it was; its statistics are a second pass, unless the caller wanted them.
 
         One pass would give both, and other bits: in float64, and in the gradients with a sink.
@@ -459,9 +476,9 @@ class FunctionMode(TorchFunctionMode):
     def partita_call(self, call: Kwargs, out: Tensor | None, stats: Any) -> SoftmaxCall:
         query, key, mask, scale = call["query"], call["key"], call.get("attn_mask"), call.get("scale")
         build, top = functools.partial(partita_scores, call), self.subscriber.stack[-1]
-        return SoftmaxCall("partita", top, query, key, mask, scale, out, stats, cross=self._cross, build=build)
+        return SoftmaxCall("partita", top, build, query, key, mask, scale, out, stats, cross=self._cross)
 
-    def _reduce(self, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _reduce(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """A reader that is not overridable still ends in the engine's operator."""
         out = func(*args, **kwargs)
         self.subscriber.softmax(lambda: self._reduce_call(*args))
@@ -472,10 +489,10 @@ class FunctionMode(TorchFunctionMode):
         if value is None or target is not None or support or query.dim() != 4:
             return None
         bias = None if bias is None else bias.detach()
-        call = Scores(query.detach(), key.detach(), scale.detach(), bias, softcap=softcap)
-        return SoftmaxCall("partita", self.subscriber.stack[-1], query, key, bias, scale, build=lambda: call)
+        build = functools.partial(Scores, query.detach(), key.detach(), scale.detach(), bias, softcap=softcap)
+        return SoftmaxCall("partita", self.subscriber.stack[-1], build, query, key, bias, scale)
 
-    def _short(self, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _short(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Plain attention in an exported program: its arguments are those of the call."""
         out = func(*args, **kwargs)
         query, key, value, scale, causal, grouped, statistics = args
@@ -486,7 +503,7 @@ class FunctionMode(TorchFunctionMode):
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
-    def _loss(self, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _loss(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """The user's call as it is; then the loss itself is called for its statistics."""
         out = func(*args, **kwargs)
         if kwargs.get("group") is None:
@@ -512,6 +529,11 @@ SOFTMAXES: dict[Any, Callable[..., Any]] = {
 AFTER = {**dict.fromkeys(_PRODUCTS, FunctionMode._product), F.dropout: FunctionMode._dropout}
 
 
+def over_keys(scores: Tensor, dim: Any) -> bool:
+    """A softmax over the last of three or four dimensions."""
+    return scores.dim() in (3, 4) and dim in (-1, scores.dim() - 1)
+
+
 def heads_of(module: nn.Module) -> int:
     return next((heads for name in HEADS if isinstance(heads := getattr(module, name, None), int)), 1)
 
@@ -524,43 +546,3 @@ def _operands(product: tuple[Tensor, Tensor] | None, scores: Tensor) -> tuple[Te
     if query.dim() == 3 and query.shape[0] == scores.shape[:2].numel() == key.shape[0]:
         query, key = (t.unflatten(0, scores.shape[:2]) for t in (query, key))
     return (query, key) if (*query.shape[:-1], key.shape[-2]) == scores.shape else (None, None)
-
-
-class Updates:
-    """The function mode is suspended during `optimizer.step()`, in the thread that watches.
-
-    An optimizer calls thousands of functions, none of them a softmax or a loss. A step with a closure calls the model,
-    and is left alone.
-    """
-
-    def __init__(self, mode: FunctionMode) -> None:
-        self._mode = mode
-        self._thread = 0
-        self._hooks: tuple[Any, ...] = ()
-        self.above: int | None = None  # modes above ours in the stack it was taken out of, while it is
-
-    def on(self) -> None:
-        self._thread = threading.get_ident()
-        self._hooks = (register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after))
-
-    def off(self) -> None:
-        self.resume()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = ()
-
-    def resume(self) -> None:
-        """Put the mode back; also when a module is called, in a step or after one that raised."""
-        above, self.above = self.above, None
-        if above is not None:
-            self._mode.on(above)
-
-    def _before(self, _: Any, args: Args, kwargs: Kwargs) -> None:
-        if threading.get_ident() != self._thread or any(callable(x) for x in (*args[1:], *kwargs.values())):
-            return
-        self.resume()
-        self.above = self._mode.off()
-
-    def _after(self, *_: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self.resume()

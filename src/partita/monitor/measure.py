@@ -63,7 +63,7 @@ class Accumulator:
         self.keys: Tensor | None = None  # (heads, 5, 2): index and mass, of the last call
         self.critical: list[Tensor] = []  # (2, heads, rows) of each close look, with critical=True: that, and rivals
         self.scale = torch.full((heads,), torch.nan, **kind)
-        self.received: Received | None = None  # the only part that grows with the number of keys; with received=True
+        self.received = Received()  # the only part that grows with the number of keys; with received=True
         self._alike: tuple[Tensor, Tensor] | None = None
 
     def add(self, stats: Stats, sink: Tensor, keep: Tensor | None) -> None:
@@ -278,8 +278,7 @@ def measure(call: Scores, sums: Accumulator, *, rows: int | None, phase: float, 
     sums.there += n * call.batch
     sums.taken += min(n, rows or n) * call.batch
     if rows is not None and rows < n:
-        call, stats = call.take(None, evenly(n, rows, phase, call.first.device)), None
-        n = rows
+        call, stats, n = call.take(None, evenly(n, rows, phase, call.first.device)), None, rows
     if stats is not None:
         _add(call, sums, stats)
         return
@@ -352,7 +351,6 @@ def receive(call: Scores, sums: Accumulator, *, rows: int | None, phase: float) 
     """What each key received from the rows that are looked at."""
     if rows is not None and rows < call.n_query:
         call = call.take(None, evenly(call.n_query, rows, phase, call.first.device))
-    sums.received = sums.received or Received()
     sums.received.add(call)
 
 
@@ -442,23 +440,21 @@ class Received:
         known = sums.isfinite() & (self.rows > 0)  # NaN in a row is the model's, and counted elsewhere
         bad = known & (((sums - 1).abs() > SLACK) | (share < -SLACK).any(-1))
         wrong += [impossible(step, layer, int(h), "received", float(sums[h])) for h in bad.nonzero()[:, 0]]
-        wide = -(
-            -n // POSITIONS
-        )  # keys of a bin: the same number in each but the last, or shares of bins would not compare
+        # keys of a bin: the same number in each but the last, or shares of bins would not compare
+        wide = -(-n // POSITIONS)
         bins, to_bin = -(-n // wide), torch.arange(n, device=share.device) // wide
         pooled = share.new_zeros(len(share), bins).index_add_(1, to_bin, share)
         alike = share.new_zeros(bins).index_add_(0, to_bin, self.alike)
         best, index = share.nan_to_num(0.0).topk(min(TOP, n), -1)
         shown, pairs = (known & ~bad).tolist(), zip(index.tolist(), best.tolist(), strict=True)
         top = [[[key, _digits(mass)] for key, mass in zip(*pair, strict=True)] for pair in pairs]
+        lines = [[_digits(v) for v in line] for line in pooled.tolist()]
         return {
             "step": step,
             "layer": layer,
             "n_key": n,
             "rows": [int(r) for r in self.rows.tolist()],
-            "bins": [
-                [_digits(v) for v in line] if ok else None for line, ok in zip(pooled.tolist(), shown, strict=True)
-            ],
+            "bins": [line if ok else None for line, ok in zip(lines, shown, strict=True)],
             "top": [pair if ok else None for pair, ok in zip(top, shown, strict=True)],
             "alike": [_digits(v) for v in (alike / alike.sum().clamp(min=1e-300)).tolist()],
         }

@@ -10,7 +10,7 @@ import logging
 import time
 import traceback
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,10 @@ Of = tuple[int, str] | str  # layer and phase, or the name of a loss
 
 
 class Observer:
-    """Measures of the open step, and what was seen so far."""
+    """Measures of the open step, those of a few steps that are over, and what was seen so far."""
 
     def __init__(self, record: Record, options: Options) -> None:
         self.record, self.options = record, options
-        self.buffer = StepBuffer(record, options.sinks, options.keep)
         self.stack: list[Frame] = []  # modules of the model being called
         self.step = -1
         self.phase = ""  # of the call of the model being made
@@ -54,13 +53,15 @@ class Observer:
         self.spent_s = 0.0
         self.ended = 0.0
         self.calls: dict[str, int] = {}  # softmaxes of a module in the forward being run
-        self._samples: dict[tuple[int, str], Accumulator] = {}
-        self._map_bytes = self._largest = 0
-
-    @property
-    def map_bytes(self) -> int:
-        """What the attention maps of one step would have taken."""
-        return max(self._largest, self._map_bytes)
+        self._sums: Sums = {}  # of the open step
+        self._losses: Losses = {}
+        self._closed: list[tuple[int, Sums, Losses]] = []
+        self._kept = Thinning(record, options.keep)
+        self._impossible: list[str] = []  # numbers that cannot be: our own faults
+        self._failed: set[int] = set()  # sinks that were reported
+        self._samples: Sums = {}
+        self.map_bytes = 0  # what the attention maps of one step would have taken, at most
+        self._map_bytes = 0  # of the open step
 
     def remarks(self, found: Coverage) -> list[str]:
         """What went wrong, or was excluded by an option, for the text of the coverage; details are added to it."""
@@ -70,7 +71,7 @@ class Observer:
         if self.errors:
             found["errors"] = dict(self.errors)
             more += [e if n == 1 else f"{e} ({n} times)" for e, n in self.errors.items()]
-        if wrong := self.buffer.impossible:
+        if wrong := self._impossible:
             found["impossible"] = wrong[:20]
             more.append(f"a fault of partita: {len(wrong)} numbers that cannot be were left out")
         return more
@@ -80,10 +81,7 @@ class Observer:
     ) -> None:
         """Observe without side effects: no graph, no autocast, no exception. `lost`, `given`: see `reporting`."""
         begin = time.perf_counter()
-        with (
-            self.reporting(lost, given),
-            torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), _no_autocast(),
-        ):  # fmt: skip
+        with self.reporting(lost, given), _aside():
             look()
         self.ended = time.perf_counter()
         self.spent_s += self.ended - begin
@@ -112,7 +110,7 @@ class Observer:
         ordinal = self.calls.get(top.name, 0)
         self.calls[top.name] = ordinal + 1
         self.seen.add(top.name)
-        name = top.title if ordinal == 0 else f"{top.title}[{ordinal}]"
+        name = (top.name or type(top.module).__name__) + (f"[{ordinal}]" if ordinal else "")
         layer = self.layers.setdefault(name, len(self.layers))
         if layer == len(self.record.sites):
             inside = [f for f in self.stack[-2:] if f.cross and is_attention("", type(f.module))]
@@ -122,22 +120,21 @@ class Observer:
             return
         call = event.canonical()
         keep = padding(self.stack, call.batch, call.n_query)
-        crosses = event.cross
-        if crosses is None:
-            crosses = self.stack[-1].cross or (len(self.stack) > 1 and self.stack[-2].cross)
+        crosses = any(f.cross for f in self.stack[-2:]) if event.cross is None else event.cross
         if keep is None and not crosses:
             keep = self_padding(call)
         if keep is not None:
             call = replace(call, keep=keep)
-        sums = self.buffer.sums.get((layer, self.phase))
-        if sums is None:
-            sampled = self.options.rows is not None
-            sums = Accumulator(call.heads, call.first.device, top.module.training, self.phase, sampled)
+        place, sampled = (layer, self.phase), self.options.rows is not None
+        sums = self._sums.get(place) or Accumulator(
+            call.heads, call.first.device, top.module.training, self.phase, sampled
+        )
         phase = (self.count * GOLDEN) % 1.0 if self.options.rows else 0.5
         measure.measure(call, sums, rows=self.options.rows, phase=phase, stats=event.statistics)
-        self.buffer.sums[layer, self.phase] = sums
+        self._sums[place] = sums
         self._look_closely(call, sums, layer, phase)
         self._map_bytes += 4 * call.batch * call.heads * call.n_query * call.n_key
+        self.map_bytes = max(self.map_bytes, self._map_bytes)
 
     def _look_closely(self, call: Scores, sums: Accumulator, layer: int, phase: float) -> None:
         count, options = self.count, self.options
@@ -173,75 +170,28 @@ class Observer:
         """One call of a loss, by what its face reads."""
         module = self.stack[-1].name if self.stack else ""
         name = f"{face.name} ({module})" if module else face.name
-        self.buffer.losses.setdefault(name, []).append(face.read(*args, **kwargs))
+        self._losses.setdefault(name, []).append(face.read(*args, **kwargs))
 
-    def passed_over(self) -> None:
-        """The module being called holds attention that was not recorded."""
-        top = self.stack[-1]
-        self.by_hand[top.name] = type(top.module).__name__
+    # ---- from sums to rows -------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the step."""
+    def close(self, *, flush: bool = False) -> None:
+        """End the step; with sinks, or flush, all steps become rows at once."""
         begin = time.perf_counter()
-        self.buffer.close(self.step)
-        self._largest, self._map_bytes = max(self._largest, self._map_bytes), 0
+        if self._sums or self._losses:
+            self._closed.append((self.step, self._sums, self._losses))
+            self._sums, self._losses = {}, {}
+        if self.options.sinks or flush or len(self._closed) >= AT_ONCE:
+            self._flush()
+        self._map_bytes = 0
         self.spent_s += time.perf_counter() - begin
 
-    def flush(self) -> None:
-        self.close()
-        begin = time.perf_counter()
-        self.buffer.flush()
-        self.spent_s += time.perf_counter() - begin
-
-
-def _fault(error: Exception) -> str:
-    """An exception of ours, and where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if Path(f.filename).parent.name == "monitor"]
-    message = "" if isinstance(error, PartitaError) else f": {str(error)[:200]}"
-    return f"a fault of partita ({type(error).__name__} in monitor/{place[-1]}{message})"
-
-
-@contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Statistics are float32 whatever the model runs in."""
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda", "mps", "xpu"):
-            if torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-# ---- from sums to rows -----------------------------------------------------------------------------------------------
-
-
-class StepBuffer:
-    """Sums of the open step by layer and phase and by loss, and those of a few steps that are over."""
-
-    def __init__(self, record: Record, sinks: Sequence[Any], keep: int | None) -> None:
-        self.record, self.sinks = record, sinks
-        self._kept = Thinning(record, keep)
-        self.sums: Sums = {}
-        self.losses: Losses = {}
-        self.impossible: list[str] = []  # numbers that cannot be: our own faults
-        self._closed: list[tuple[int, Sums, Losses]] = []
-        self._failed: set[int] = set()  # sinks that were reported
-
-    def close(self, step: int) -> None:
-        """End the step; sinks are called at once."""
-        if self.sums or self.losses:
-            self._closed.append((step, self.sums, self.losses))
-            self.sums, self.losses = {}, {}
-        if self.sinks or len(self._closed) >= AT_ONCE:
-            self.flush()
-
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Steps that are over become rows, and sinks are called, step by step."""
         closed, self._closed = self._closed, []
         try:
-            with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+            with _aside():
                 parts = [(step, layer, sums) for step, seen, _ in closed for (layer, _), sums in sorted(seen.items())]
-                made = iter(blocks(parts, self.impossible))
+                made = iter(blocks(parts, self._impossible))
                 for step, seen, losses in closed:
                     here = [next(made) for _ in seen]
                     rows = [finish(numbers, step, name) for name, numbers in losses.items()]
@@ -257,12 +207,11 @@ class StepBuffer:
             if sums is not None and sums.keys is not None:
                 curve["keys"] = [[[int(i), mass] for i, mass in head] for head in sums.keys.tolist()]
         for (layer, _), sums in sorted(seen.items()):
-            row = None if sums.received is None else sums.received.row(step, layer, self.impossible)
-            if row is not None:
+            if (row := sums.received.row(step, layer, self._impossible)) is not None:
                 measure.keep_profile(self.record.received, row)
 
     def _call_sinks(self, step: int, here: list[Block], rows: list[dict[str, Any]]) -> None:
-        for sink in self.sinks:
+        for sink in self.options.sinks:
             try:
                 sink(self.record, step, here, rows)
             except Exception as error:
@@ -272,13 +221,30 @@ class StepBuffer:
 
     def end(self) -> None:
         """Close the sinks that hold something open: nothing more comes for now."""
-        for sink in self.sinks:
-            close = getattr(sink, "close", None)
-            if callable(close):
-                try:
+        for close in (getattr(sink, "close", None) for sink in self.options.sinks):
+            try:
+                if callable(close):
                     close()
-                except Exception as error:
-                    log.warning("a sink could not be closed: %s", error)
+            except Exception as error:
+                log.warning("a sink could not be closed: %s", error)
+
+
+def _fault(error: Exception) -> str:
+    """An exception of ours, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if Path(f.filename).parent.name == "monitor"]
+    message = "" if isinstance(error, PartitaError) else f": {str(error)[:200]}"
+    return f"a fault of partita ({type(error).__name__} in monitor/{place[-1]}{message})"
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """No function mode, no graph, no inference mode, and float32 whatever the model runs in."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda", "mps", "xpu"):
+            if torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 class Thinning:
@@ -329,7 +295,8 @@ class Thinning:
         if any(bad):
             self._sick.add(of)
         if not self._stays(step) and not first:
-            _carry(bad, self._newest[of])
+            if any(bad):
+                _carry(bad, self._newest[of])
             return
         if self._stays(step):
             self._steps.add(step)
@@ -347,8 +314,6 @@ def _nonfinite(row: Row) -> list[float]:
 
 
 def _carry(bad: list[float], to: Row) -> None:
-    if not any(bad):
-        return
     total = [a + b for a, b in zip(bad, _nonfinite(to), strict=True)]
     if isinstance(to, Block):
         to.values[_NONFINITE :: len(COLUMNS)] = array("d", total)

@@ -213,14 +213,10 @@ class Record(Readings):
         for block in self.blocks:
             site = self.sites[block.layer] if block.layer < len(self.sites) else Site(str(block.layer), "", 0)
             for head in range(block.heads):
-                row: dict[str, Any] = {"step": block.step, "layer": block.layer, "head": head}
-                for key, value in block.row(head).items():
-                    row[key] = int(value) if key in INTEGERS and math.isfinite(value) else value
-                row["name"] = site.name
-                row["training"] = block.training
-                row["phase"] = block.phase
-                row["cross"] = site.cross
-                yield row
+                place = {"step": block.step, "layer": block.layer, "head": head}
+                numbers = {k: int(v) if k in INTEGERS and math.isfinite(v) else v for k, v in block.row(head).items()}
+                about = {"name": site.name, "training": block.training, "phase": block.phase, "cross": site.cross}
+                yield {**place, **numbers, **about}
 
     @property
     def title(self) -> str:

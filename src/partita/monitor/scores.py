@@ -76,20 +76,14 @@ class Scores:
                 return t.narrow(dim, rows.start, rows.stop - rows.start)
             return t.index_select(dim, rows)
 
-        mask = both(self.mask)
-        for seen in (self._causal_rows(rows), both(self._written_out())):
-            mask = hide(mask, seen)
+        mask = hide(both(self.mask), both(self._written_out()))
+        if self.causal:
+            index, keys = (torch.arange(n, device=self.first.device) for n in (self.n_query, self.n_key))
+            mask = hide(mask, (index[rows, None] >= keys)[None, None])
         scale = both(self.scale) if isinstance(self.scale, Tensor) else self.scale
         key = self.key if self.key is None or batch is None else self.key[pick]
         keep = None if self.keep is None else self.keep[pick][:, rows]
         return Scores(both(self.query), key, scale, mask, False, None, self.softcap, both(self.scores), keep)
-
-    def _causal_rows(self, rows: Tensor | slice) -> Tensor | None:
-        if not self.causal:
-            return None
-        device = self.first.device
-        index = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
-        return (index[:, None] >= torch.arange(self.n_key, device=device))[None, None]
 
     def _written_out(self) -> Tensor | None:
         if self.support is None:
