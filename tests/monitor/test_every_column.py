@@ -13,7 +13,7 @@ from torch import Tensor
 
 import partita
 from partita.monitor import COLUMNS
-from partita.monitor.record import BAND_COLUMNS, Block
+from partita.monitor.record import BAND_COLUMNS, SAMPLED_MEANS, Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")
 FAST, ALL = 60, 600
@@ -79,7 +79,24 @@ def assert_columns(case: Case, block: Block, truth: Truth) -> None:
         same = low - 1e-9 <= got <= high + 1e-9 if low == low else math.isnan(got)
         assert same, f"rivals: {got}, {low} to {high}; {case.about}"
     quantiles = {name for name in COLUMNS if name[-4:] in ("_p05", "_p50", "_p95")}
-    checked = {*want, *quantiles, "critical", "rivals", "scale", "sink_top", "sink_key", "twin", "twin_similarity"}
+    errors = {f"{name}_se" for name in SAMPLED_MEANS}  # every row is looked at; sampled rows: test_phases.py
+    assert all(
+        error == 0 or right != right
+        for name in errors
+        for error, right in zip(block.column(name), block.column(name[:-3]), strict=True)
+    )
+    checked = {
+        *want,
+        *quantiles,
+        *errors,
+        "critical",
+        "rivals",
+        "scale",
+        "sink_top",
+        "sink_key",
+        "twin",
+        "twin_similarity",
+    }
     assert set(COLUMNS) <= checked, f"no truth for {set(COLUMNS) - checked}"
 
 

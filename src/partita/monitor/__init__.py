@@ -48,6 +48,7 @@ def watch(
     critical: bool = False,
     live: bool = False,
     keep: int | None = 1000,
+    budget: float | None = None,
 ) -> Watch:
     """Observe every softmax of a model: entropy, width, largest score, sinks, per layer and head.
 
@@ -57,7 +58,8 @@ def watch(
     are others, which report (all options work in them); afterwards its own serve again without being compiled anew.
 
     every: look at one step in `every`; in the others torch's calls are passed on, and nothing is computed.
-    rows: look at this number of evenly spaced queries per call (None: all); the largest score is then a lower bound.
+    rows: look at this number of evenly spaced queries per call (None: all); means then have a standard error (columns
+        `entropy_se`, ...), and the largest score is a lower bound.
     layers: numbers (in order of first call) or regular expressions on module names.
     maps: (layer, head) pairs whose attention is kept as a picture of at most 128 x 128.
     sinks: see `partita.monitor.json_lines`, `csv_file`, `tensorboard`, `wandb`, `mlflow`, `trackio`, `log_to`.
@@ -70,11 +72,13 @@ def watch(
         that compete with it (columns `critical`, in units of the present scale, and `scale`).
     keep: the record holds at most this number of steps (None: all, some 100 kB each for 24 layers of 16 heads). Of a
         longer run steps stay that are spread evenly over it; sinks receive every step that is looked at.
+    budget: a share of the time, such as 0.01: 256 evenly spaced rows of a call, unless `rows` is given, and a step only
+        while less than this share of the time has gone into watching.
     live: a line in the terminal: loss, worst head, and findings as they appear.
     """
     from partita.monitor.handle import Watch
 
     return Watch(
         model, every=every, rows=rows, layers=layers, maps=maps, sinks=sinks, thresholds=thresholds, title=title,
-        kernel=kernel, received=received, critical=critical, live=live, keep=keep,
+        kernel=kernel, received=received, critical=critical, live=live, keep=keep, budget=budget,
     )  # fmt: skip

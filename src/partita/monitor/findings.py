@@ -167,7 +167,16 @@ def find(record: Record, thresholds: Thresholds | dict[str, float] | None = None
     from partita.monitor.rules import Judge
 
     limits = thresholds if isinstance(thresholds, Thresholds) else Thresholds().with_(**(thresholds or {}))
-    found = [replace(f, action="") if f.severity == "info" else f for f in Judge(record, limits).findings()]
+    found: list[Finding] = []
+    known: set[tuple[str, Where]] = set()
+    for i, (phase, part) in enumerate(record.by_phase()):
+        for f in Judge(part, limits).findings():
+            if i == 0:
+                found.append(f)
+            elif f.heads and not known.issuperset((f.code, where) for where in f.heads):  # not what training showed
+                found.append(replace(f, where=f"{f.where} ({phase})"))
+        known.update((f.code, where) for f in found for where in f.heads)
+    found = [replace(f, action="") if f.severity == "info" else f for f in found]
     return Findings(sorted(found, key=lambda f: (-SEVERITIES.index(f.severity), CODES.index(f.code))))
 
 

@@ -55,7 +55,7 @@ class Watch(Readings, Subscriber):
             self.record.provenance["title"] = title
         self.observer = Observer(self.record, self.options)
         self.stack = self.observer.stack
-        self.observing = False
+        self.observing = self._chosen = False
         self._manual = False
         self._attached: weakref.finalize[..., Watch] | None = None
         self._fresh = True
@@ -137,14 +137,21 @@ class Watch(Readings, Subscriber):
         elif step != self.step:
             self._next(step)
         else:
-            self.observing = step % self.options.every == 0
+            self.observing = self._chosen
+
+    def _affordable(self) -> bool:
+        """Whether the time spent so far leaves room for another step."""
+        budget, spent = self.options.budget, self.observer.spent_s
+        return (
+            budget is None or self._started is None or spent <= budget * (time.perf_counter() - self._started - spent)
+        )
 
     def _next(self, step: int) -> None:
         self.observer.close()
         self._outermost.clear()
         self.observer.step = step
         self._steps += 1
-        self.observing = step % self.options.every == 0
+        self._chosen = self.observing = step % self.options.every == 0 and self._affordable()
         self.observer.count += self.observing
 
     def begin(self) -> None:
@@ -207,6 +214,8 @@ class Watch(Readings, Subscriber):
         kernel = self.kernel if self._whole else "own"
 
         def run() -> Any:
+            if not self.stack:
+                self.observer.phase = hooks.phase_of(code, call.kwargs)
             if name is not None or not self.stack:
                 self.stack.append(hooks.frame(name or "", code, call))
             with compiled.GRAPHS.reporting(kernel, self._graphs):
@@ -238,6 +247,8 @@ class Watch(Readings, Subscriber):
         if hooks.takes_fast_path(module) and not hasattr(_REPLAY, "owner"):
             return self._run_twice(name, call)
         outermost = not self.stack
+        if outermost:
+            self.observer.phase = hooks.phase_of(module, call.kwargs)
         self.stack.append(hooks.frame(name, module, call))
         if self._block or not outermost or not self.observing:  # the mode is on already, or not wanted
             return call()

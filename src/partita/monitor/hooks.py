@@ -44,6 +44,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 OWN_CALLS = ("forward", "_compiled_call_impl")
 FAST = {kind.forward for kind in (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)}
+CACHES = ("past_key_values", "past_key_value", "past", "cache_params", "inference_params")
 _SOURCES = ("key_value_states", "encoder_hidden_states", "cross_states", "context", "memory", "key_value", "kv")
 _CROSS = re.compile(r"cross|enc(oder)?_?dec|(?<![a-z])(encoder|memory)_att", re.IGNORECASE)
 
@@ -105,6 +106,15 @@ def frame(name: str, module: nn.Module, call: Call) -> Frame:
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point():
         mask = None
     return Frame(name, module, mask, "attention_mask" in call.kwargs, _crosses(module, call.args, call.kwargs))
+
+
+def phase_of(module: nn.Module, kwargs: Kwargs) -> str:
+    """What a call of the model from outside is for: its mode, the gradient mode, and whether it was given a cache."""
+    if module.training and torch.is_grad_enabled():
+        return "train"
+    if any(kwargs.get(name) is not None for name in CACHES):
+        return "generate"
+    return "other" if module.training else "eval"
 
 
 def _crosses(module: nn.Module, args: Args, kwargs: Kwargs) -> bool:

@@ -127,7 +127,8 @@ class _Reader:
         values = _join(line["values"], self.columns, COLUMNS)
         given = _as(dict, line["bands"], "bands")
         bands = {int(k): _join(v, self.bands, BAND_COLUMNS) for k, v in given.items()}
-        self.record.blocks.append(Block(line["step"], line["layer"], bool(line["training"]), values, bands))
+        phase = _as(str, line.get("phase") or "", "phase")
+        self.record.blocks.append(Block(line["step"], line["layer"], bool(line["training"]), values, bands, phase))
 
     def _loss(self, line: dict[str, Any]) -> None:
         _as(str, line["name"], "name")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from partita import Stats
 from partita.engine.dispatch import row_statistics
-from partita.monitor.record import BAND_COLUMNS, COLUMNS, Block
+from partita.monitor.record import BAND_COLUMNS, COLUMNS, SAMPLED_MEANS, Block
 from partita.monitor.scores import Scores, hide, invisible, raised
 from partita.scale import critical_scale
 
@@ -40,12 +40,19 @@ SLACK = 1e-3
 
 
 class Accumulator:
-    """Sums of one layer over one step. Memory O(heads): no row and no map is kept."""
+    """Sums of one layer over one step and phase. Memory O(heads): no row and no map is kept.
 
-    def __init__(self, heads: int, device: torch.device, training: bool) -> None:
-        self.heads, self.training = heads, training
+    sampled: rows are taken of those there are, so that means have a standard error.
+    """
+
+    def __init__(
+        self, heads: int, device: torch.device, training: bool, phase: str = "", sampled: bool = False
+    ) -> None:
+        self.heads, self.training, self.phase = heads, training, phase
         kind: Any = {"dtype": torch.float64, "device": device}
         self.sums = torch.zeros(len(SUMS), heads, **kind)
+        self.squares = torch.zeros(len(SAMPLED_MEANS), heads, **kind)
+        self.sampled_rows, self.taken, self.there = sampled, 0, 0  # rows taken, of those there are
         self.peak = torch.full((heads,), -torch.inf, **kind)
         self.length = torch.zeros(heads, **kind)
         self.histogram = torch.zeros(heads, BINS, **kind)
@@ -73,6 +80,8 @@ class Accumulator:
         rows += [stats.log_partition, stats.score_variance, sink, (stats.max_score - stats.log_partition).exp()]
         weight, *means = torch.where(good, torch.stack([*rows, visible]), 0.0)  # a row that is left out may hold NaN
         self.sums += torch.stack([weight, single, bad, *means]).sum((1, 3), dtype=torch.float64)
+        if self.sampled_rows:
+            self.squares += torch.stack(means[: len(SAMPLED_MEANS)]).double().square().sum((1, 3))
         self.peak = torch.maximum(self.peak, torch.where(shown, stats.max_score, -torch.inf).amax((0, 2)).double())
         self.length = torch.maximum(self.length, torch.where(there, visible, 0.0).amax((0, 2)).double())
         _, normal, width, _, _, sink, _, seen = means
@@ -170,7 +179,7 @@ def blocks(parts: Sequence[tuple[int, int, Accumulator]], wrong: list[str] | Non
             for band, rows in zip(filled, shown, strict=True)
             if any(row[0] > 0 for row in rows[heads])
         }
-        out.append(Block(step, layer, part.training, values, inside))
+        out.append(Block(step, layer, part.training, values, inside, part.phase))
         start += part.heads
     return out
 
@@ -182,6 +191,7 @@ def _columns(parts: Sequence[Accumulator]) -> dict[str, Tensor]:
     none = torch.where(rows > 0, rows, torch.nan)
     column = {name: total / none for name, total in sums.items()}
     column |= {name: sums[name] for name in ("rows", "single", "nonfinite")}
+    column |= _errors(parts, sums)
     column["length"] = torch.cat([t.length for t in parts])
     peak = torch.cat([t.peak for t in parts])
     column["max_score"] = torch.where(peak.isneginf(), torch.nan, peak)
@@ -196,6 +206,19 @@ def _columns(parts: Sequence[Accumulator]) -> dict[str, Tensor]:
     column["rivals"] = torch.cat([t[1].nanmean(1) for t in looked])
     column["twin"], column["twin_similarity"] = (torch.cat(x) for x in zip(*(t.twins() for t in parts), strict=True))
     return column
+
+
+def _errors(parts: Sequence[Accumulator], sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """sqrt(Var / rows * share of the rows not taken): of the means of evenly spaced rows, as if they were drawn."""
+    rows = sums["rows"]
+    left = torch.cat([t.sums.new_full((t.heads,), 1 - t.taken / t.there if t.there else 0.0) for t in parts])
+    squares = dict(zip(SAMPLED_MEANS, torch.cat([t.squares for t in parts], 1), strict=True))
+    out = {}
+    for name, square in squares.items():
+        variance = (square - sums[name].square() / rows).clamp(min=0) / (rows - 1)
+        known = torch.where(rows > 1, (variance / rows * left).sqrt(), torch.nan)
+        out[f"{name}_se"] = torch.where(left > 0, known, torch.where(rows > 0, 0.0, torch.nan))
+    return out
 
 
 # ---- what a number can be --------------------------------------------------------------------------------------------
@@ -252,6 +275,8 @@ def evenly(count: int, wanted: int, phase: float, device: torch.device) -> Tenso
 def measure(call: Scores, sums: Accumulator, *, rows: int | None, phase: float, stats: Any = None) -> None:
     """Add the call's rows to the sums; `stats` where the call came with them."""
     n = call.n_query
+    sums.there += n * call.batch
+    sums.taken += min(n, rows or n) * call.batch
     if rows is not None and rows < n:
         call, stats, n = call.take(None, evenly(n, rows, phase, call.first.device)), None, rows
     if stats is not None:

@@ -32,7 +32,9 @@ SAMPLED = 8  # steps from one close look at a few rows to the next
 AT_ONCE = 8  # steps whose sums are finished together: the many small operations cost no more than for one
 _NONFINITE = list(COLUMNS).index("nonfinite")
 Losses = dict[str, list[Numbers]]
+Sums = dict[tuple[int, str], Accumulator]  # by layer and phase
 Row = Block | dict[str, Any]  # of a layer, or of a loss
+Of = tuple[int, str] | str  # layer and phase, or the name of a loss
 
 
 class Observer:
@@ -42,6 +44,7 @@ class Observer:
         self.record, self.options = record, options
         self.stack: list[Frame] = []  # modules of the model being called
         self.step = -1
+        self.phase = ""  # of the call of the model being made
         self.count = 0  # observed steps
         self.layers: dict[str, int] = {}
         self.seen: set[str] = set()  # modules
@@ -50,13 +53,13 @@ class Observer:
         self.spent_s = 0.0
         self.ended = 0.0
         self.calls: dict[str, int] = {}  # softmaxes of a module in the forward being run
-        self._sums: dict[int, Accumulator] = {}  # of the open step, by layer
+        self._sums: Sums = {}  # of the open step
         self._losses: Losses = {}
-        self._closed: list[tuple[int, dict[int, Accumulator], Losses]] = []
+        self._closed: list[tuple[int, Sums, Losses]] = []
         self._kept = Thinning(record, options.keep)
         self._impossible: list[str] = []  # numbers that cannot be: our own faults
         self._failed: set[int] = set()  # sinks that were reported
-        self._samples: dict[int, Accumulator] = {}
+        self._samples: Sums = {}
         self.map_bytes = 0  # what the attention maps of one step would have taken, at most
         self._map_bytes = 0  # of the open step
 
@@ -122,10 +125,13 @@ class Observer:
             keep = self_padding(call)
         if keep is not None:
             call = replace(call, keep=keep)
-        sums = self._sums.get(layer) or Accumulator(call.heads, call.first.device, top.module.training)
+        place, sampled = (layer, self.phase), self.options.rows is not None
+        sums = self._sums.get(place) or Accumulator(
+            call.heads, call.first.device, top.module.training, self.phase, sampled
+        )
         phase = (self.count * GOLDEN) % 1.0 if self.options.rows else 0.5
         measure.measure(call, sums, rows=self.options.rows, phase=phase, stats=event.statistics)
-        self._sums[layer] = sums
+        self._sums[place] = sums
         self._look_closely(call, sums, layer, phase)
         self._map_bytes += 4 * call.batch * call.heads * call.n_query * call.n_key
         self.map_bytes = max(self.map_bytes, self._map_bytes)
@@ -135,10 +141,10 @@ class Observer:
         # In training strongest keys and twins change slowly: the last sample stands in between. Inputs of a frozen
         # model have nothing to do with each other, but for the tokens of a text that is being generated.
         independent = not sums.training and call.n_query > 1
-        if independent or count % SAMPLED == 0 or layer not in self._samples:
+        if independent or count % SAMPLED == 0 or (layer, self.phase) not in self._samples:
             with self._closely("strongest keys and alike heads"):
                 measure.look(call, sums)
-                self._samples[layer] = sums
+                self._samples[layer, self.phase] = sums
             if options.critical:
                 with self._closely("critical scale"):
                     measure.criticality(call, sums)
@@ -151,7 +157,7 @@ class Observer:
                         row = measure.pooled_map(call, where[1], self.step, layer)
                         keep_newest(self.record.maps, row, "layer", "head")
         else:
-            sums.borrow(self._samples[layer])
+            sums.borrow(self._samples[layer, self.phase])
         if count == 1 or count % 32 == 0 or (count >= 8 and count & (count - 1) == 0):
             with self._closely("temperature curve"):
                 keep_newest(self.record.curves, measure.curve(call, self.step, layer), "layer")
@@ -184,7 +190,7 @@ class Observer:
         closed, self._closed = self._closed, []
         try:
             with _aside():
-                parts = [(step, *item) for step, seen, _ in closed for item in sorted(seen.items())]
+                parts = [(step, layer, sums) for step, seen, _ in closed for (layer, _), sums in sorted(seen.items())]
                 made = iter(blocks(parts, self._impossible))
                 for step, seen, losses in closed:
                     here = [next(made) for _ in seen]
@@ -195,12 +201,12 @@ class Observer:
         except Exception as error:  # watching never stops a run
             log.warning("steps up to %d could not be recorded: %s", closed[-1][0], error)
 
-    def _close_looks(self, step: int, seen: dict[int, Accumulator]) -> None:
+    def _close_looks(self, step: int, seen: Sums) -> None:
         for curve in self.record.curves:  # the strongest keys go with the temperature curve of their layer
-            sums = seen.get(curve["layer"])
+            sums = next((s for (layer, _), s in sorted(seen.items()) if layer == curve["layer"]), None)
             if sums is not None and sums.keys is not None:
                 curve["keys"] = [[[int(i), mass] for i, mass in head] for head in sums.keys.tolist()]
-        for layer, sums in sorted(seen.items()):
+        for (layer, _), sums in sorted(seen.items()):
             if (row := sums.received.row(step, layer, self._impossible)) is not None:
                 measure.keep_profile(self.record.received, row)
 
@@ -258,8 +264,8 @@ class Thinning:
 
     def _begin(self) -> None:
         self._steps: set[int] = set()
-        self._newest: dict[int | str, Row] = {}  # that stayed, by layer and by name of a loss
-        self._sick: set[int | str] = set()  # of these, those that were not finite at some step
+        self._newest: dict[Of, Row] = {}  # that stayed
+        self._sick: set[Of] = set()  # of these, those that were not finite at some step
 
     def add(self, here: Iterable[Block], losses: Iterable[dict[str, Any]]) -> None:
         new: list[Row] = [*here, *losses]
@@ -280,7 +286,10 @@ class Thinning:
         return step * GOLDEN % 1.0 < 0.5**self._level
 
     def _add(self, row: Row) -> None:
-        step, of = (row.step, row.layer) if isinstance(row, Block) else (int(row["step"]), str(row["name"]))
+        of: Of
+        step, of = (
+            (row.step, (row.layer, row.phase)) if isinstance(row, Block) else (int(row["step"]), str(row["name"]))
+        )
         bad = _nonfinite(row)
         first = of not in self._newest or (any(bad) and of not in self._sick)
         if any(bad):

@@ -20,6 +20,7 @@ from partita.monitor.findings import Thresholds
 from partita.monitor.hooks import is_attention
 
 KERNELS = ("own", "partita")
+BUDGET_ROWS = 256  # of a call, where a budget is set and no number of rows
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "num_decoder_layers")
 
 
@@ -39,6 +40,7 @@ class Options:
     received: bool = False
     critical: bool = False
     keep: int | None = 1000
+    budget: float | None = None
 
     def __post_init__(self, model: nn.Module, names: Sequence[str]) -> None:
         if not _whole(self.every) or self.every < 1:
@@ -47,6 +49,11 @@ class Options:
             given = getattr(self, name)
             if given is not None and (not _whole(given) or given < 1):
                 raise ValueError(f"{name} must be None ({whole}) or a number of {of}, at least 1; got {given!r}.")
+        if self.budget is not None:
+            number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
+            if not number or not 0 < self.budget < 1:
+                raise ValueError(f"budget must be None or a share of the time, such as 0.01; got {self.budget!r}.")
+            self.rows = self.rows or BUDGET_ROWS
         if self.kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}; got {self.kernel!r}.")
         for name, what in (("received", "follow what each key receives"), ("critical", "measure the critical scale")):
@@ -62,7 +69,7 @@ class Options:
 
     def plain(self) -> dict[str, Any]:
         """For the record's provenance."""
-        names = ("every", "rows", "layers", "maps", "kernel", "received", "critical", "keep")
+        names = ("every", "rows", "layers", "maps", "kernel", "received", "critical", "keep", "budget")
         return {name: getattr(self, name) for name in names} | {"maps": [list(pair) for pair in self.maps]}
 
 

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 SCHEMA = "partita.record/1"
 
+PHASES = ("train", "eval", "generate", "other")
+# means over rows, which have a standard error where rows are sampled
+SAMPLED_MEANS = (
+    *("entropy", "normalized_entropy", "effective_width", "log_partition", "score_variance", "sink_first", "top_mass"),
+)
 # unit and meaning of each number; the order is the order of storage
 COLUMNS: dict[str, str] = {
     "entropy": "nats, mean over rows of H",
@@ -49,6 +54,7 @@ COLUMNS: dict[str, str] = {
     "scale": "what scores were multiplied by, mean over the rows of a close look; with critical=True",
     "critical": "critical scale over that scale, median over evenly spaced rows of the later half; with critical=True",
     "rivals": "keys with at least 1/e of the best key's weight, with itself, mean over those rows; with critical=True",
+    **{f"{name}_se": f"standard error of {name} over the rows taken; 0 where all rows are" for name in SAMPLED_MEANS},
 }
 BAND_COLUMNS = ("rows", "visible", "width", "normalized_entropy", "sink_first")
 INTEGERS = {"sink_key", "length", "rows", "single", "nonfinite", "twin"}
@@ -74,7 +80,7 @@ class Site:
 
 @dataclass
 class Block:
-    """One layer at one step."""
+    """One layer at one step, in one phase."""
 
     step: int
     layer: int
@@ -82,6 +88,10 @@ class Block:
     values: array[float]  # heads * len(COLUMNS)
     # log2 band of visible keys -> heads * len(BAND_COLUMNS)
     bands: dict[int, array[float]] = field(default_factory=dict)
+    phase: str = ""  # one of `PHASES`
+
+    def __post_init__(self) -> None:
+        self.phase = self.phase or ("train" if self.training else "eval")
 
     @property
     def heads(self) -> int:
@@ -172,6 +182,24 @@ class Record(Readings):
     def steps(self) -> list[int]:
         return sorted({b.step for b in self.blocks} | {int(r["step"]) for r in self.losses})
 
+    def by_phase(self) -> list[tuple[str, Record]]:
+        """The record of each phase. The first has of every layer the first of `PHASES` it was seen in: what a run is
+        judged and drawn by, since numbers of training are not averaged with those of a generation."""
+        order = {name: i for i, name in enumerate(PHASES)}
+        phases = sorted({b.phase for b in self.blocks}, key=lambda p: order.get(p, len(order)))
+        first: dict[int, str] = {}
+        for phase in phases:
+            for block in self.blocks:
+                if block.phase == phase:
+                    first.setdefault(block.layer, phase)
+        if len(phases) < 2:
+            return [(name, self) for name in phases] or [("", self)]
+        leading = [b for b in self.blocks if first[b.layer] == b.phase]
+        rest = {p: [b for b in self.blocks if b.phase == p != first[b.layer]] for p in phases}
+        return [(phases[0], replace(self, blocks=leading))] + [
+            (phase, replace(self, blocks=blocks, losses=[], coverage={})) for phase, blocks in rest.items() if blocks
+        ]
+
     def losses_by_name(self, kind: str | None = None) -> dict[str, list[dict[str, Any]]]:
         """The rows of each loss; of those of one type."""
         found: dict[str, list[dict[str, Any]]] = {}
@@ -187,7 +215,8 @@ class Record(Readings):
             for head in range(block.heads):
                 place = {"step": block.step, "layer": block.layer, "head": head}
                 numbers = {k: int(v) if k in INTEGERS and math.isfinite(v) else v for k, v in block.row(head).items()}
-                yield {**place, **numbers, "name": site.name, "training": block.training, "cross": site.cross}
+                about = {"name": site.name, "training": block.training, "phase": block.phase, "cross": site.cross}
+                yield {**place, **numbers, **about}
 
     @property
     def title(self) -> str:
@@ -220,7 +249,7 @@ class Record(Readings):
             about = {"layer": layer, "name": site.name, "type": site.kind, "heads": site.heads}
             yield _text("site", about | ({"cross": True} if site.cross else {}))
         for block in self.blocks:
-            about = {"step": block.step, "layer": block.layer, "training": block.training}
+            about = {"step": block.step, "layer": block.layer, "training": block.training, "phase": block.phase}
             bands = {band: _cut(values, len(BAND_COLUMNS)) for band, values in block.bands.items()}
             yield _text("attention", {**about, "values": _cut(block.values, len(COLUMNS)), "bands": bands})
         kinds = {"loss": self.losses, "curve": self.curves, "map": self.maps, "received": self.received}
@@ -248,7 +277,7 @@ def render_page(part: str = "") -> Any:
 
 
 def frame_columns() -> list[str]:
-    return ["step", "layer", "head", *COLUMNS, "name", "training", "cross"]
+    return ["step", "layer", "head", *COLUMNS, "name", "training", "phase", "cross"]
 
 
 def keep_newest(rows: list[dict[str, Any]], row: dict[str, Any], *names: str) -> None:
@@ -359,10 +388,10 @@ def merge_records(records: Sequence[Record]) -> Record:
     maps and profiles are the first's.
     """
     first = records[0]
-    blocks: dict[tuple[int, int], list[Block]] = {}
+    blocks: dict[tuple[int, int, str], list[Block]] = {}
     for record in records:
         for block in record.blocks:
-            blocks.setdefault((block.step, block.layer), []).append(block)
+            blocks.setdefault((block.step, block.layer, block.phase), []).append(block)
     merged = [_join(parts) for _, parts in sorted(blocks.items())]
     losses = [row for record in records for row in record.losses]
     return replace(first, provenance={**first.provenance, "ranks": len(records)}, blocks=merged, losses=losses)
@@ -392,6 +421,10 @@ def _combine(name: str, values: list[float], weights: list[float]) -> float:
         return sum(good)
     if name in LARGEST:
         return max(good)
+    if name.endswith("_se"):  # the means of which these are the errors are independent
+        return math.sqrt(
+            weighted_mean([v * v * w for v, w in zip(values, weights, strict=True)], weights) / sum(weights)
+        )
     return good[0] if name in FROM_FIRST else weighted_mean(values, weights)
 
 

@@ -32,13 +32,15 @@ SCALARS = ("normalized_entropy", "effective_width", "max_score", "log_partition"
 def scalars(blocks: list[Block], losses: list[dict[str, Any]], *, heads: bool = False) -> dict[str, float]:
     """Flat names and numbers, one per layer (and per head with heads=True): what trackers take."""
     out: dict[str, float] = {}
+    mixed = len({block.phase for block in blocks}) > 1  # such as a generation inside a step of training
     for block in blocks:
+        start = f"partita/{block.phase}" if mixed and block.phase != "train" else "partita"
         for name in SCALARS:
             if (value := block.overall(name)) is not None:
-                out[f"partita/{name}/layer{block.layer}"] = value
+                out[f"{start}/{name}/layer{block.layer}"] = value
             for head, value in enumerate(block.column(name) if heads else ()):
                 if math.isfinite(value):
-                    out[f"partita/{name}/layer{block.layer}/head{head}"] = value
+                    out[f"{start}/{name}/layer{block.layer}/head{head}"] = value
     for row in losses:
         for key in ("loss", "entropy", "confidence", "calibration_error", "effective_negatives", "bound"):
             if isinstance(number := row.get(key), (int, float)) and math.isfinite(number):

@@ -49,6 +49,7 @@ def render(
 
 def _run(record: Record, title: str | None, limits: Thresholds) -> tuple[dict[str, Any], list[Finding]]:
     findings = find(record, limits)
+    (phase, record), *others = record.by_phase()  # curves and numbers are of one phase
     run = pack.pack(record)
     look = verdicts(findings)
     series = Series(record)
@@ -69,7 +70,7 @@ def _run(record: Record, title: str | None, limits: Thresholds) -> tuple[dict[st
             for (layer, head), found in look.items()
         },
         numbers={f"{w[0]},{w[1]}": clean([series.late(w, name) for name in NUMBERS]) for w in series.heads},
-        window=series.window,
+        window=series.window + (f", {phase} alone: frame() has {', '.join(p for p, _ in others)}" if others else ""),
         frozen=record.frozen,
         unit=record.unit,
         focus=f"L{first[0]}H{first[1]}" if first else "L0H0",

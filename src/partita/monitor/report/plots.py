@@ -69,7 +69,7 @@ def plot(record: Record, kind: str = "entropy") -> Plot:
         raise ValueRangeError(f"plot draws {', '.join(KINDS)}; got {kind!r}.")
     if not record.blocks:
         raise ValueRangeError("nothing to plot: no attention was recorded. Call the model while it is watched.")
-    return KINDS[kind](record)
+    return KINDS[kind](record.by_phase()[0][1])
 
 
 def _note(record: Record) -> str:
