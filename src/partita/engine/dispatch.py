@@ -209,12 +209,12 @@ def _columns(
         return tiled.column_sums(request, peak, weight, shared, whole=entry.whole) if found is None else found
 
 
-def _like(request: Request, _: Backend | None, peak: Tensor, weight: Tensor, shared: bool) -> Tensor:
+def _like_columns(request: Request, _: Backend | None, peak: Tensor, weight: Tensor, shared: bool) -> Tensor:
     batch = (*request.batch[:-1], 1) if shared else request.batch
     return request.scale.new_empty((*batch, request.n_key))
 
 
-define("received", "Tensor peak, Tensor weight, bool shared", "Tensor", _columns, _like, vmap=True)
+define("received", "Tensor peak, Tensor weight, bool shared", "Tensor", _columns, _like_columns, vmap=True)
 
 
 class Received(torch.autograd.Function):
