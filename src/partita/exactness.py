@@ -1,8 +1,6 @@
 """Exact rows: the bits of a row do not depend on what is computed with it.
 
-exact_rows()        a context manager; PARTITA_EXACT_ROWS=1 is the same for a whole process
-in_exact_rows()     whether rows are computed so
-as_forward(exact)   for a backward pass that may run outside of the context its forward pass ran in
+PARTITA_EXACT_ROWS=1 is the same as `exact_rows()` for a whole process.
 """
 
 from __future__ import annotations
@@ -46,5 +44,5 @@ _AS_IT_IS = nullcontext()
 
 
 def as_forward(exact: bool) -> AbstractContextManager[None]:
-    """Exact where the forward pass was."""
+    """Exact where the forward pass was: a backward pass may run outside of the context."""
     return exact_rows() if exact else _AS_IT_IS

@@ -28,7 +28,7 @@ from partita.engine import explain as explain_request
 from partita.engine.axes import split_heads
 from partita.engine.callable_score import Pairs, compared
 from partita.engine.dispatch import both_ways, execute, scores, weighted_nll
-from partita.engine.received import received as column_sums
+from partita.engine.dispatch import received as column_sums
 from partita.engine.request import Reads, Request, build
 from partita.engine.scans import chosen_scores, sample, top
 from partita.engine.scans import gaps as count_gaps

@@ -17,17 +17,9 @@ from torch import Tensor
 from partita.errors import DtypeError
 
 __all__ = [
-    "accumulation_dtype",
-    "autocasts",
-    "check_same_dtype",
-    "finest",
-    "log_of",
-    "loss_dtype",
-    "lowered",
-    "no_autocast",
-    "output_dtype",
-    "product",
-]
+    "accumulation_dtype", "autocasts", "check_same_dtype", "finest", "log_of", "loss_dtype", "lowered", "no_autocast",
+    "output_dtype", "product",
+]  # fmt: skip
 
 # Always there; for others torch is called, which versions before 2.9 cannot trace.
 _AUTOCASTING = frozenset(("cpu", "cuda", "mps", "xpu"))

@@ -1,9 +1,5 @@
 """Work done in blocks and repeated block by block in the backward pass: only the inputs of a block are kept.
 
-    in_row_blocks      a function of rows and shared tensors, some rows at a time
-    by_rows            what a call gives for each block of rows, joined along the rows
-    states_by_rows     the same for the state of each block
-
 What belongs to pairs and is no operand of the engine (dropout masks, position biases, noise) exists for
 one block at a time. While tracing there is one block: nothing can be cut by a size that is not known.
 """
@@ -19,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from partita.engine import State
+from partita.engine.axes import parts
 
 __all__ = ["by_rows", "in_row_blocks", "row_blocks", "states_by_rows"]
 
@@ -45,13 +42,7 @@ def in_row_blocks(
 
 def row_blocks(n_query: int, n_key: int, batch: Sequence[int]) -> list[slice]:
     """Blocks of rows with about `_CELLS` pairs each."""
-    return _slices(n_query, max(_FEWEST, _CELLS // max(1, n_key * math.prod(batch))))
-
-
-def _slices(n: int, step: int) -> list[slice]:
-    if torch.compiler.is_compiling() or n <= step:
-        return [slice(0, n)]
-    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
+    return parts(n_query, max(_FEWEST, _CELLS // max(1, n_key * math.prod(batch)))) or [slice(0, 0)]
 
 
 def by_rows(
@@ -68,13 +59,12 @@ def states_by_rows(run: Callable[[slice], State], blocks: Sequence[slice]) -> St
     """States of blocks of rows, each with a moment, joined."""
     if len(blocks) == 1:
         return run(blocks[0])
-    sums = by_rows(lambda rows: _sums(run(rows)), blocks, tuple(_TAILS.values()))
-    peak, mass, first, spread, count, moment = sums
-    return State(peak, mass, first, spread, count, moment)
 
+    def sums(rows: slice) -> tuple[Tensor, ...]:
+        state = run(rows)
+        return tuple(getattr(state, name) for name in _TAILS)
 
-def _sums(state: State) -> tuple[Tensor, ...]:
-    return tuple(getattr(state, name) for name in _TAILS)
+    return State(*by_rows(sums, blocks, tuple(_TAILS.values())))  # type: ignore[arg-type]
 
 
 def _recomputed(function: Callable[..., Any], *given: Any) -> Any:

@@ -1,17 +1,13 @@
 """The derivative of a pass: autograd records one node, which holds the request's tensors and the row sums.
 
-    Context       what surrounds a pass: does something differentiate it, does something see operators
-    Pass          the sums of every row, eagerly; derivatives at constant peak
-    TracedPass    the same by the operator partita::reduce, for what traces or transforms a pass
-    Gradients     the gradients of a pass, itself differentiable once, tile by tile
-    FastPath      a result with a way of its own back, as a scalar whose gradients are made in the forward pass
-
-An operator has no optional results: one that is not wanted is an empty tensor.
+`Pass` runs eagerly; what traces or transforms a pass sees the operator partita::reduce. Both have derivatives at
+constant peak. An operator has no optional results: one that is not wanted is an empty tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,7 +19,7 @@ from torch.autograd import forward_ad
 from partita.engine import operators
 from partita.engine.axes import mapped_first
 from partita.engine.backends import Backend, choose, tiled
-from partita.engine.callable_score import parameter_names, written_out
+from partita.engine.callable_score import written_out
 from partita.engine.request import Bare, Request, check_values
 from partita.engine.state import SumGrads, raw_gradients
 from partita.engine.sums import OPERANDS, Sums
@@ -77,7 +73,11 @@ def forward(request: Request, backend: Backend | None = None) -> Sums:
         if request.argmax and sums.argmax is None:  # a backend may leave the best key to the tiles
             best = tiled.forward(replace(request, value=None, target=None, rank=False, statistics=False, mean=False))
             sums = sums._replace(argmax=best.argmax)
-        return sums if request.variance or not request.statistics else sums.without_variance()
+        if request.statistics and not request.variance:  # nan in its place
+            if sums.statistics is not None:
+                sums.statistics[3].fill_(torch.nan)
+            sums = sums._replace(spread=None)
+        return sums
 
 
 def backward(
@@ -130,56 +130,52 @@ class Pass(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
         bare, needed = ctx.bare, ctx.needs_input_grad[3:]
+
+        def again(*given: Tensor | None) -> tuple[Tensor | None, ...]:
+            """The pass with all scores written out: a function of tiles has no second derivative of its own."""
+            request = written_out(bare.over(given))
+            s = reduce(request, choose(request))
+            return s.mass, s.first, s.spread, s.statistics, s.moment, s.mean, s.target_score
+
         if bare.pairs is not None and torch.is_grad_enabled():
-            return (None, None, None, *_written_out(bare, tensors, needed, grads))
+            return (None, None, None, *recomputed(again, tensors, needed, grads))
+        sums = (peak, mass, first, spread, mean)
         with as_forward(ctx.exact):
-            found = pulled_back(bare, tensors, needed, (peak, mass, first, spread, mean), grads, ctx.backend)
-        return (None, None, None, *found)
+            return (None, None, None, *pulled_back(bare, tensors, needed, sums, grads, ctx.backend))
+
+
+_GRADS = ("g_mass", "g_first", "g_spread", "g_stats", "g_moment", "g_mean", "g_target")
 
 
 def pulled_back(
     bare: Bare,
     tensors: Tensors,
     needed: Sequence[bool],
-    sums: Tensors,  # peak, mass, first, spread and mean, as the pass gave them
+    sums: Tensors,  # peak, mass, first, spread and mean, as the pass gave them; None: not wanted
     grads: Tensors,  # of mass, first, spread, statistics, moment, mean and the target's score
     backend: Backend | str,  # its name where the pass is traced
-    gradients: Callable[..., Sequence[Tensor]] | None = None,  # what makes them; None: the backend, or `Gradients`
 ) -> list[Tensor | None]:
     """Gradients of the tensors from those of a pass's results."""
     out: list[Tensor | None] = [None] * len(tensors)
     if not [1 for g in grads if g is not None]:
         return out
     peak, mass, first, spread, mean = sums
-    g_mass, g_first, g_spread, g_stats, g_moment, g_mean, g_target = grads
     assert peak is not None
     assert mass is not None
-    level = 1 + bare.variance if bare.statistics else 0
-    g = raw_gradients(
-        mass,
-        first if level > 0 else None,
-        spread if level > 1 else None,
-        mean,
-        g_mass=g_mass,
-        g_first=g_first if level > 0 else None,
-        g_spread=g_spread if level > 1 else None,
-        g_stats=g_stats,
-        g_mean=g_mean if bare.mean else None,
-        g_moment=None if bare.mean or tensors[2] is None else g_moment,
-        g_target=None if tensors[5] is None else g_target,
-    )
-    own = len(bare.pairs.names) if bare.pairs is not None else 0  # a score's parameters are operands too, the last ones
-    places = [*range(len(OPERANDS)), *range(len(tensors) - own, len(tensors))]
+    g = raw_gradients(mass, first, spread, mean, **dict(zip(_GRADS, grads, strict=True)))
+    places = bare.places(len(tensors))
     needs = [tensors[i] is not None and needed[i] for i in places]
     if isinstance(backend, str) or torch.is_grad_enabled():
-        make = Gradients.apply if gradients is None else gradients
+        # a compiled graph has no second derivative
+        make: Any = Gradients.forward if torch.compiler.is_compiling() else Gradients.apply
         made = make(bare, needs, backend, *tensors, peak, *g)
         for i, grad in zip([i for i, need in zip(places, needs, strict=True) if need], made, strict=True):
             out[i] = grad
         return out
-    total = backward(bare.over(tensors), peak, g, needs, backend)
-    for i, name in zip(places, (*OPERANDS, *parameter_names(own)), strict=True):
-        tensor, grad = tensors[i], total.get(name)
+    request = bare.over(tensors)
+    total = backward(request, peak, g, needs, backend)
+    for i, (name, tensor) in zip(places, request.operands().items(), strict=True):
+        grad = total.get(name)
         if tensor is not None and grad is not None:
             out[i] = grad if grad.dtype == tensor.dtype else grad.to(tensor.dtype)
     return out
@@ -190,26 +186,36 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     @operators.known_signature
-    def forward(bare: Bare, needs: list[bool], backend: Backend | str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(bare: Bare, needs: list[bool], backend: Backend | str, *given: Tensor | None) -> tuple[Tensor, ...]:
+        tensors, rows = given[:-_ROWS], given[-_ROWS:]
         if not isinstance(backend, str):
-            return tuple(_gradients(bare, needs, backend, tensors))
-        given = operators.arguments_of(bare, tensors[:-_ROWS], backend)
-        return tuple(torch.ops.partita.reduce_backward(*given, *tensors[-_ROWS:], needs))
+            return tuple(_gradients(bare.over(tensors), backend, *rows, needs))
+        return tuple(torch.ops.partita.reduce_backward(*operators.arguments_of(bare, tensors, backend), *rows, needs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.bare, ctx.needs, _, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.bare, ctx.needs, _, *given = inputs
+        ctx.save_for_backward(*given)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *_second_order(ctx.bare, ctx.needs, ctx.saved_tensors, above))
+        *tensors, peak, mass, first, second, moment, target = ctx.saved_tensors
+        request = replace(ctx.bare.over(tensors), rank=False, mean=False)
+        names = [name for name, needed in zip(OPERANDS, ctx.needs, strict=True) if needed]
+        wanted = {name: grad.to(request.dtype) for name, grad in zip(names, above, strict=True)}
+        g = SumGrads(mass, first, second, moment, target)
+        back = tiled.second_order(request, peak, g.over((*request.batch, request.n_query)), wanted)
+        found = {name: back[name].to(getattr(request, name).dtype) for name in OPERANDS if name in back}
+        of_g = [back["g_" + name].sum_to_size(t.shape) if "g_" + name in back else None
+                for name, t in g._asdict().items()]  # fmt: skip
+        others = [None] * (len(tensors) - len(OPERANDS))
+        return (None, None, None, *[found.get(name) for name in OPERANDS], *others, None, *of_g)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], bare: Bare, needs: list[bool], backend: str, *tensors: Tensor | None
+        info: Any, in_dims: tuple[Any, ...], bare: Bare, needs: list[bool], backend: str, *given: Tensor | None
     ) -> tuple[Any, Any]:
-        moved = [mapped_first(t, d, info.batch_size) for t, d in zip(tensors, in_dims[3:], strict=True)]
+        moved = [mapped_first(t, d, info.batch_size) for t, d in zip(given, in_dims[3:], strict=True)]
         out = Gradients.apply(bare, needs, backend, *moved)  # type: ignore[no-untyped-call]
         return out, tuple(0 for _ in out)
 
@@ -217,47 +223,11 @@ class Gradients(torch.autograd.Function):
 _ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: what follows the tensors in `Gradients`
 
 
-def _gradients(bare: Bare, needs: Sequence[bool], backend: Backend | None, tensors: Tensors) -> list[Tensor]:
+def _gradients(request: Request, backend: Backend | None, peak: Any, *given: Any) -> list[Tensor]:
     """The gradients that are needed, each in the dtype of its operand."""
-    request, (peak, *rows) = bare.over(tensors[:-_ROWS]), tensors[-_ROWS:]
-    assert peak is not None
-    total = backward(request, peak, SumGrads(*rows).over((*request.batch, request.n_query)), needs, backend)  # type: ignore[arg-type]
-    return [
-        total[name].to(t.dtype).contiguous()
-        for name, t in zip(OPERANDS, tensors, strict=False)
-        if name in total and t is not None
-    ]
-
-
-def _second_order(bare: Bare, needs: Sequence[bool], tensors: Tensors, above: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of all that `Gradients` is given, from those of its results."""
-    request = replace(bare.over(tensors[:-_ROWS]), rank=False, mean=False)
-    peak, *rows = tensors[-_ROWS:]
-    assert peak is not None
-    names = [name for name, needed in zip(OPERANDS, needs, strict=True) if needed]
-    wanted = {name: grad.to(request.dtype) for name, grad in zip(names, above, strict=True)}
-    given = SumGrads(*rows)  # type: ignore[arg-type]
-    back = tiled.second_order(request, peak, given.over((*request.batch, request.n_query)), wanted)
-    out: list[Tensor | None] = [None] * len(tensors)
-    for i, name in enumerate(OPERANDS):
-        tensor = tensors[i]
-        if name in back and tensor is not None:
-            out[i] = back[name].to(tensor.dtype)
-    for i, (name, tensor) in enumerate(given._asdict().items()):
-        if tensor is not None and "g_" + name in back:
-            out[len(tensors) - _ROWS + 1 + i] = back["g_" + name].sum_to_size(tensor.shape)
-    return out
-
-
-def _written_out(bare: Bare, tensors: Tensors, needed: Sequence[bool], grads: Tensors) -> list[Tensor | None]:
-    """As `pulled_back`, for a score that is a function of tiles: differentiable, with all scores written out."""
-
-    def again(*given: Tensor | None) -> tuple[Tensor | None, ...]:
-        request = written_out(bare.over(given))
-        s = reduce(request, choose(request))
-        return s.mass, s.first, s.spread, s.statistics, s.moment, s.mean, s.target_score
-
-    return recomputed(again, tensors, needed, grads)
+    *g, needs = given
+    total = backward(request, peak, SumGrads(*g).over((*request.batch, request.n_query)), needs, backend)
+    return [total[name].to(getattr(request, name).dtype).contiguous() for name in OPERANDS if name in total]
 
 
 def recomputed(
@@ -288,30 +258,6 @@ def recomputed(
 _ABSENT = 0  # the size of a result that is not wanted
 _RESULTS = Sums._fields[:-1]  # all but the node
 _INDICES = ("rank", "argmax")
-library.define(
-    "partita::reduce", f"({operators.OPERANDS}, {operators.FLAGS}) -> ({', '.join(['Tensor'] * len(_RESULTS))})"
-)
-_GIVEN = "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target, bool[] needs"
-library.define("partita::reduce_backward", f"({operators.OPERANDS}, {operators.FLAGS}, {_GIVEN}) -> Tensor[]")
-
-
-@library.impl("partita::reduce", "CompositeExplicitAutograd")
-def _(*given: Any) -> tuple[Tensor, ...]:
-    bare, tensors, backend, _ = operators.read(given)
-    request = bare.over(tensors)
-    check_values(request)
-    sums = forward(request, operators.entry(backend))
-    sums = sums._replace(peak=sums.peak.double())
-    return tuple([_result(sums, name) for name in _RESULTS])
-
-
-def _result(sums: Sums, name: str) -> Tensor:
-    """In memory of its own, as large as its shape: an operator's results may not share one."""
-    x: Tensor | None = getattr(sums, name)
-    if x is None:
-        return sums.mass.new_empty(_ABSENT, dtype=torch.int64 if name in _INDICES else None)
-    alone = x.untyped_storage().nbytes() == x.numel() * x.itemsize
-    return x.contiguous() if alone else x.clone(memory_format=torch.contiguous_format)
 
 
 def _wanted(r: Request) -> tuple[bool, ...]:
@@ -323,10 +269,22 @@ def _wanted(r: Request) -> tuple[bool, ...]:
     )  # fmt: skip
 
 
-@library.register_fake("partita::reduce")  # type: ignore[untyped-decorator]
-def _(*given: Any) -> tuple[Tensor, ...]:
-    bare, tensors, _, _ = operators.read(given)
-    r = bare.over(tensors)
+def _reduce(request: Request, backend: Backend | None) -> tuple[Tensor, ...]:
+    """All results, each in memory of its own, as large as its shape: an operator's results may not share one."""
+    check_values(request)
+    sums = forward(request, backend)
+    sums = sums._replace(peak=sums.peak.double())
+    found = []
+    for name in _RESULTS:
+        x: Tensor | None = getattr(sums, name)
+        if x is None:
+            x = sums.mass.new_empty(_ABSENT, dtype=torch.int64 if name in _INDICES else None)
+        alone = x.untyped_storage().nbytes() == x.numel() * x.itemsize
+        found.append(x.contiguous() if alone else x.clone(memory_format=torch.contiguous_format))
+    return tuple(found)
+
+
+def _like_reduce(r: Request, _: Backend | None) -> tuple[Tensor, ...]:
     rows = (*r.batch, r.n_query)
     values = (*rows, 0 if r.value is None else r.value.shape[-1])
     shapes = {"statistics": (5, *rows), "moment": values, "mean": values}
@@ -337,40 +295,52 @@ def _(*given: Any) -> tuple[Tensor, ...]:
     )
 
 
-def traced(request: Request, backend: str, *, node: bool = True) -> Sums:
-    """The pass by the operator, with its derivative; without `node` for a graph, which has none."""
+operators.define("reduce", "", f"({', '.join(['Tensor'] * len(_RESULTS))})", _reduce, _like_reduce)
+operators.define(
+    "reduce_backward",
+    "Tensor peak, Tensor mass, Tensor? first, Tensor? second, Tensor? moment, Tensor? g_target, bool[] needs",
+    "Tensor[]",
+    _gradients,
+    operators.like_gradients,
+)
+
+
+def traced(request: Request, backend: str) -> Sums:
+    """The pass by the operator, with its derivative; a graph has no nodes."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         made: tuple[Tensor, ...] = TracedPass.apply(request.bare(), backend, *request.tensors())  # type: ignore[no-untyped-call]
     else:
         made = torch.ops.partita.reduce(*operators.arguments(request, backend))
     there = [x if wanted else None for x, wanted in zip(made, _wanted(request), strict=True)]
-    return Sums._make([*there, made[1].grad_fn if node else None])
+    return Sums._make([*there, None if torch.compiler.is_compiling() else made[1].grad_fn])
 
 
-def _keep(ctx: Any, tensors: Tensors, out: Sequence[Tensor]) -> None:
-    peak, mass, count, first, spread, _, _, mean, _, *whole = out
-    ctx.mark_non_differentiable(peak, count, *whole)
+def _keep(ctx: Any, bare: Bare, backend: str, tensors: Tensors, out: Sequence[Tensor]) -> None:
+    ctx.bare, ctx.backend, ctx.there = bare, backend, _wanted(bare.over(tensors))
+    peak, mass, count, first, spread, _, _, mean, _, *indices = out
+    ctx.mark_non_differentiable(peak, count, *indices)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, peak, mass, first, spread, mean)
+    some, varied, valued = ctx.there[3], ctx.there[4], ctx.there[7]
+    sums = (peak, mass, first if some else None, spread if varied else None, mean if valued else None)
+    ctx.save_for_backward(*tensors, *sums)
 
 
 def _back(ctx: Any, needed: Sequence[bool], grads: Tensors) -> list[Tensor | None]:
     *tensors, peak, mass, first, spread, mean = ctx.saved_tensors
-    _, g_mass, _, *above, _, _ = grads
-    return pulled_back(ctx.bare, tensors, needed, (peak, mass, first, spread, mean), (g_mass, *above), ctx.backend)
+    _, g_mass, _, *above, _, _ = [g if wanted else None for g, wanted in zip(grads, ctx.there, strict=True)]
+    needs = [*needed, *[False] * (len(tensors) - len(needed))]
+    return pulled_back(ctx.bare, tensors, needs, (peak, mass, first, spread, mean), (g_mass, *above), ctx.backend)
 
 
 def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.bare, tensors, ctx.backend, _ = operators.read(inputs)
-    ctx.many = len(inputs[6])
-    _keep(ctx, tensors, output)
+    bare, tensors, backend, _ = operators.read(inputs)
+    _keep(ctx, bare, backend, tensors, output)
 
 
 def _operator_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     """In the shape of the operator's arguments: a list where they have one."""
     operands, rest = ctx.needs_input_grad[:5], ctx.needs_input_grad[5:]
-    found = _back(ctx, (*operands, False, *[False] * ctx.many), grads)
-    return (*found[:5], *[[None] * len(x) if isinstance(x, list) else None for x in rest])
+    return (*_back(ctx, operands, grads)[:5], *[[None] * len(x) if isinstance(x, list) else None for x in rest])
 
 
 library.register_autograd("partita::reduce", _operator_backward, setup_context=_setup_operator)
@@ -387,8 +357,8 @@ class TracedPass(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.bare, ctx.backend, *tensors = inputs
-        _keep(ctx, tensors, output)
+        bare, backend, *tensors = inputs
+        _keep(ctx, bare, backend, tensors, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -400,18 +370,6 @@ class TracedPass(torch.autograd.Function):
         out = list(TracedPass.apply(bare, backend, *moved))  # type: ignore[no-untyped-call]
         out[5] = out[5].movedim(0, 1) if out[5].dim() > 1 else out[5]  # statistics: the mapped dimension first here too
         return tuple(out), tuple(None if t.dim() == 1 and t.shape[0] == 0 else 0 for t in out)
-
-
-@library.impl("partita::reduce_backward", "CompositeExplicitAutograd")
-def _(*given: Any) -> list[Tensor]:
-    bare, tensors, backend, (*rows, needs) = operators.read(given)
-    return _gradients(bare, needs, operators.entry(backend), (*tensors, *rows))
-
-
-@library.register_fake("partita::reduce_backward")  # type: ignore[untyped-decorator]
-def _(*given: Any) -> list[Tensor]:
-    _, tensors, _, (*_, needs) = operators.read(given)
-    return [t.new_empty(t.shape) for t, needed in zip(tensors[:5], needs, strict=True) if needed and t is not None]
 
 
 # ---- kernels that need fewer products than a pass and its backward ------------------------------------------------
@@ -444,11 +402,16 @@ class FastPath(torch.autograd.Function):
             return (None, None, *(recomputed(ctx.again, tensors, needs, g) if found is None else found))
 
 
-def computed_ahead(total: Tensor, *found: tuple[Tensors, dict[str, Tensor]]) -> tuple[Tensor, Back]:
-    """For a loss sum_i weight_i x_i of the weights and requests' tensors: gradients computed in the forward pass."""
-    kept: list[list[Tensor | None]] = [[None]]
-    for tensors, grads in found:
-        kept[0] += [*[grads.get(name) for name in OPERANDS], *[None] * (len(tensors) - len(OPERANDS))]
+def computed_ahead(
+    requests: Sequence[Request],
+    weight: Tensor,
+    kernel: Callable[..., Any],  # the operands that need a gradient, of each request: rows and gradients, or None
+    ordinary: Callable[..., Tensor],  # the requests: rows, by a pass
+) -> Tensor:  # ()
+    """sum_i weight_i x_i of the rows of requests, its gradients computed in the forward pass."""
+    tensors, bares = [r.tensors() for r in requests], [r.bare() for r in requests]
+    places = [slice(end - len(t), end) for t, end in zip(tensors, itertools.accumulate(map(len, tensors)), strict=True)]
+    kept: list[list[Tensor | None]] = []
 
     def back(_: Tensors, needs: Sequence[bool], above: Tensors) -> Tensors | None:
         # given away, not copied: the gradient of a vocabulary is the largest tensor here. A second backward through a
@@ -460,7 +423,21 @@ def computed_ahead(total: Tensor, *found: tuple[Tensors, dict[str, Tensor]]) -> 
         one = g.is_cpu and float(g) == 1.0
         return [x if x is None or one else x.mul_(g) for x in kept.pop()]
 
-    return total, back
+    def make(needs: Sequence[bool]) -> tuple[Tensor, Back] | None:
+        found = kernel(*[needs[1:][at][: len(OPERANDS)] for at in places])
+        if found is None:
+            return None
+        rows, *grads = found
+        kept.append([None])
+        for each, of in zip(tensors, grads, strict=True):
+            kept[0] += [*[of.get(name) for name in OPERANDS], *[None] * (len(each) - len(OPERANDS))]
+        return (weight * rows).sum(), back
+
+    def again(weight: Tensor, *given: Tensor | None) -> Tensor:
+        return (weight * ordinary(*[bare.over(given[at]) for bare, at in zip(bares, places, strict=True)])).sum()
+
+    total: Tensor = FastPath.apply(make, again, weight, *itertools.chain(*tensors))  # type: ignore[no-untyped-call]
+    return total
 
 
 def serving_alone(operands: Tensors, request: Request, other: Request | None = None) -> Backend | None:

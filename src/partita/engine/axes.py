@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["align", "cut_entries", "is_mapped", "mapped_first", "offsets", "split_heads"]
+__all__ = ["align", "cut_entries", "is_mapped", "mapped_first", "offsets", "parts", "split_heads"]
 
 _CACHED = 4096  # entries of an offset table that is kept for the next call
 
@@ -59,6 +59,13 @@ def cut_entries(tensor: Tensor, axis: int, entries: slice) -> Tensor:
     if entries == slice(None) or tensor.shape[axis] == 1:
         return tensor
     return tensor.narrow(axis, entries.start, entries.stop - entries.start)
+
+
+def parts(n: int, step: int) -> list[slice]:
+    """Slices of a dimension; one while tracing, where nothing can be cut by a size that is not known."""
+    if torch.compiler.is_compiling():
+        return [slice(0, n)]
+    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
 def offsets(batch: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from partita._checks import has_values, shape_text
 from partita.engine.request import Request
+from partita.engine.sums import PARAMETER
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.precision import no_autocast
 
-__all__ = ["Pairs", "compared", "parameter_names", "written_out"]
+__all__ = ["Pairs", "compared", "written_out"]
 
 _PROBE = 2  # rows and keys of the tile that is tried before anything is computed
 
@@ -50,21 +51,20 @@ class Pairs:
 
     def __call__(self, query: Tensor, key: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
         """Raw scores (..., q, k) of tiles that are in the accumulation dtype, as the parameters then are."""
-        with no_autocast(query):
-            return self._raw(query, key, parameters)
-
-    def _raw(self, query: Tensor, key: Tensor, parameters: Sequence[Tensor] | None) -> Tensor:
-        if not isinstance(self.function, nn.Module):
-            return self.function(query, key)
         own = self.parameters if parameters is None else parameters
-        if parameters is None and all(p.dtype == query.dtype for p in own):
-            out: Tensor = self.function(query, key)
-            return out
-        cast = {name: p.to(query.dtype) for name, p in zip(self.names, own, strict=True)}
-        for name, buffer in self.function.named_buffers():
-            cast[name] = buffer.to(query.dtype) if buffer.is_floating_point() else buffer
-        found: Tensor = torch.func.functional_call(self.function, cast, (query, key))
-        return found
+        as_is = parameters is None and all(p.dtype == query.dtype for p in own)
+        with no_autocast(query):
+            if as_is or not isinstance(self.function, nn.Module):
+                return self.function(query, key)
+            cast = {name: p.to(query.dtype) for name, p in zip(self.names, own, strict=True)}
+            for name, buffer in self.function.named_buffers():
+                cast[name] = buffer.to(query.dtype) if buffer.is_floating_point() else buffer
+            found: Tensor = torch.func.functional_call(self.function, cast, (query, key))
+            return found
+
+    def named(self) -> dict[str, Tensor]:
+        """The parameters, by the names of their gradients."""
+        return {f"{PARAMETER}{i}": p for i, p in enumerate(self.parameters)}
 
     def exchanged(self) -> Pairs:
         """The same with query and key exchanged."""
@@ -93,9 +93,7 @@ class Pairs:
                 "nn.Module that holds them as parameters."
             )
         with torch.no_grad():
-            self._check_pairs(raw, self(query, key, fixed), self(query[..., :1, :], key[..., :1, :], fixed))
-
-    def _check_pairs(self, raw: Tensor, again: Tensor, alone: Tensor) -> None:
+            again, alone = self(query, key, fixed), self(query[..., :1, :], key[..., :1, :], fixed)
         if not torch.allclose(raw, again, equal_nan=True):
             raise ValueRangeError(
                 "score must give the same numbers each time, since it is computed again in the backward pass; it gave "
@@ -118,28 +116,28 @@ def compared(score: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     prepare = getattr(score, "features", None)
     if prepare is None:
         return query, key
-    bad = [_not_finite(x) for x in (query, key)]
-    if bad[0] is None and bad[1] is None:
-        made: tuple[Tensor, Tensor] = prepare(query, key)
-        return made
-    with torch.no_grad():
-        given = prepare(query, key)
-    made = prepare(*(_zeroed(x, wrong) for x, wrong in zip((query, key), bad, strict=True)))
+    made, given, bad = _of_finite(prepare, query, key)
     one, other = (x if w is None else torch.where(w, g, x) for x, g, w in zip(made, given, bad, strict=True))
     return one, other
 
 
-def _of_finite(pairs: Pairs, query: Tensor, key: Tensor) -> Tensor:  # (..., q, k)
-    """Raw scores, those of vectors that are not finite as constants."""
-    bad = _not_finite(query), _not_finite(key)
+def _of_finite(
+    function: Callable[[Tensor, Tensor], Any], query: Tensor, key: Tensor
+) -> tuple[Any, Any, list[Tensor | None]]:
+    """function(query, key) with vectors that are not finite as 0, and as they are without a graph; and which they are.
+
+    Where all are known to be finite, both are the same.
+    """
+    bad = [_not_finite(query), _not_finite(key)]
     if bad[0] is None and bad[1] is None:
-        return pairs(query, key)
+        made = function(query, key)
+        return made, made, bad
     with torch.no_grad():
-        given = pairs(query, key)
-    made = pairs(_zeroed(query, bad[0]), _zeroed(key, bad[1]))
-    for wrong in (bad[0], None if bad[1] is None else bad[1].mT):
-        made = made if wrong is None else torch.where(wrong, given, made)
-    return made
+        given = function(query, key)
+    zeroed = (
+        x if w is None else torch.where(w, torch.zeros_like(x), x) for x, w in zip((query, key), bad, strict=True)
+    )
+    return function(*zeroed), given, bad
 
 
 def _not_finite(x: Tensor) -> Tensor | None:  # (..., n, 1)
@@ -147,15 +145,6 @@ def _not_finite(x: Tensor) -> Tensor | None:  # (..., n, 1)
     bad = ~x.isfinite().all(-1, keepdim=True)
     known = has_values(x) and x.device.type == "cpu"
     return None if known and not bool(bad.any()) else bad
-
-
-def _zeroed(x: Tensor, bad: Tensor | None) -> Tensor:
-    return x if bad is None else torch.where(bad, torch.zeros_like(x), x)
-
-
-def parameter_names(many: int) -> tuple[str, ...]:
-    """What the gradients of a score's own tensors are called."""
-    return tuple(f"parameter {i}" for i in range(many))
 
 
 class _Exchanged(nn.Module):
@@ -173,7 +162,9 @@ def written_out(request: Request) -> Request:
     if r.pairs is None:
         return r
     query, key = r.query.to(r.dtype), r.key.to(r.dtype)
-    raw, scale = _of_finite(r.pairs, query, key), r.scale[..., None]
+    (raw, given, (bad_query, bad_key)), scale = _of_finite(r.pairs, query, key), r.scale[..., None]
+    for wrong in (bad_query, None if bad_key is None else bad_key.mT):
+        raw = raw if wrong is None else torch.where(wrong, given, raw)
     fine = raw.isfinite()  # a hidden nan is no part of the gradient of the scale
     scaled = torch.where(fine, torch.where(fine, raw, 0.0) * scale, (raw * scale).detach())
     s, _ = r.capped(scaled, r.bias)

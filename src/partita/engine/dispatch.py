@@ -1,18 +1,11 @@
 """Dispatch: detects autograd, functorch and tracers, then calls the fastest path that gives the same result.
 
-execute(request)        the row sums; differentiable
-attention(...)          plain attention, without a request of its own where nothing is recorded
-weighted_nll(request)   a scalar, its gradients computed in the forward pass where a backend can
-both_ways(request)      nll of the diagonal by rows and by columns of one product, where a backend can
-row_statistics(...)     those of plain attention that needs no gradient, and the scores of key 0, where a backend can
-forward, backward       one pass and its gradients without autograd, for code that brings its own (the ring)
-scores                  the scores themselves, all at once
-
-Sums of columns, divergences and scans of the scores have files of their own: received, divergence, scans.
+Divergences and scans of the scores have files of their own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,27 +14,18 @@ import torch
 from torch import Tensor
 
 from partita.engine import autograd, backends, small
-from partita.engine.autograd import (
-    Back,
-    Context,
-    FastPath,
-    backward,
-    computed_ahead,
-    forward,
-    serving_alone,
-    traceable,
-    traced,
-)  # fmt: skip
-from partita.engine.backends import tiled
-from partita.engine.operators import named
-from partita.engine.request import Request, build
-from partita.engine.state import Stats
-from partita.engine.sums import OPERANDS, Sums
-from partita.precision import autocasts
+from partita.engine.autograd import Back, Context, FastPath, backward, forward, traceable
+from partita.engine.backends import Backend, tiled
+from partita.engine.operators import applied, arguments, define, known_signature, named
+from partita.engine.request import Bare, Request, build
+from partita.engine.state import Stats, divided
+from partita.engine.sums import Sums
+from partita.precision import autocasts, no_autocast
 from partita.support import causal as causal_support
 
 __all__ = [
-    "attention", "backward", "both_ways", "execute", "forward", "row_statistics", "scores", "ungrouped", "weighted_nll",
+    "Received", "attention", "backward", "both_ways", "execute", "forward", "received", "row_statistics", "scores",
+    "ungrouped", "weighted_nll",
 ]  # fmt: skip
 
 _CAUSAL = causal_support()
@@ -56,7 +40,7 @@ def execute(request: Request) -> Sums:
         entry = backends.choose(r)
         sums = autograd.reduce(r, entry, tensors) if context.needs_grad else forward(replace(r, last=True), entry)
     else:
-        sums = traced(r, named(r), node=not torch.compiler.is_compiling())
+        sums = autograd.traced(r, named(r))
     return sums if r.groups == 1 else ungrouped(sums, r)
 
 
@@ -125,20 +109,11 @@ def weighted_nll(request: Request, weight: Tensor) -> Tensor:  # ()
     """sum_i weight_i nll_i of a request with a target."""
     r = request
     flat = r.query.dim() == 2 and not weight.requires_grad
-    backend = serving_alone((r.query, r.key, r.scale, r.bias), r) if flat else None
+    backend = autograd.serving_alone((r.query, r.key, r.scale, r.bias), r) if flat else None
     if backend is None or backend.weighted_nll is None:
         return (weight * execute(r).nll()).sum()
-    kernel, bare, tensors = backend.weighted_nll, r.bare(), r.tensors()
-
-    def make(needs: Sequence[bool]) -> tuple[Tensor, Back] | None:
-        found = kernel(r, weight, needs[1 : 1 + len(OPERANDS)])
-        return None if found is None else computed_ahead((weight * found[0]).sum(), (tensors, found[1]))
-
-    def again(weight: Tensor, *given: Tensor | None) -> Tensor:
-        return (weight * execute(bare.over(given)).nll()).sum()
-
-    out: Tensor = FastPath.apply(make, again, weight, *tensors)  # type: ignore[no-untyped-call]
-    return out
+    kernel = functools.partial(backend.weighted_nll, r, weight)
+    return autograd.computed_ahead([r], weight, kernel, lambda r: execute(r).nll())
 
 
 def both_ways(request: Request) -> tuple[Tensor, Tensor]:  # (n,), (n,)
@@ -149,7 +124,7 @@ def both_ways(request: Request) -> tuple[Tensor, Tensor]:  # (n,), (n,)
     r = request
     operands = (r.query, r.key, r.scale)
     plain = r.query.dim() == 2 and r.query.shape[0] > 0 and r.scale.numel() == 1 and r.bias is None and r.pairs is None
-    backend = serving_alone(operands, r) if plain and not r.terms and r.softcap is None else None
+    backend = autograd.serving_alone(operands, r) if plain and not r.terms and r.softcap is None else None
     if backend is None or backend.both_ways is None:
         return _diagonal(r)
     kernel, target = backend.both_ways, _own(r.query)
@@ -211,3 +186,91 @@ def row_statistics(
 def scores(request: Request) -> Tensor:  # (*b, Q, K)
     """All scores at once, differentiable: the one dense thing here; parameters of a score get theirs from torch."""
     return tiled.scores_whole(request)
+
+
+# ---- attention received per key -------------------------------------------------------------------------------------
+
+
+def received(request: Request, peak: Tensor, mass: Tensor, weight: Tensor) -> Tensor:  # (*b, K)
+    """sum_i weight_i p(j|i), for the peak and mass of the rows that a pass gave; groups of queries add up."""
+    r, shared = traceable(request), request.groups > 1
+    tensors = r.tensors()
+    context = Context.of((*tensors, weight))
+    backend: Any = named(r) if context.traced and r.pairs is None else backends.choose(r)
+    if not context.needs_grad and not context.traced:
+        out = _columns(r, backend, peak, divided(weight, mass), shared)
+    else:
+        out = applied(Received, (r.bare(), backend, shared, peak, mass, weight), tensors)
+    return out.squeeze(-2) if shared else out
+
+
+def _columns(
+    request: Request, backend: Backend | None, peak: Tensor, weight: Tensor, shared: bool
+) -> Tensor:  # (*b, K)
+    """sum_i weight_i exp(s_ij - peak_i) by a backend, without a graph."""
+    entry = backends.choose(request) if backend is None else backend
+    with no_autocast(request.query), torch.no_grad():
+        found = None if entry.column_sums is None else entry.column_sums(request, peak, weight, shared)
+        return tiled.column_sums(request, peak, weight, shared, whole=entry.whole) if found is None else found
+
+
+def _like_columns(request: Request, _: Backend | None, peak: Tensor, weight: Tensor, shared: bool) -> Tensor:
+    batch = (*request.batch[:-1], 1) if shared else request.batch
+    return request.scale.new_empty((*batch, request.n_key))
+
+
+define("received", "Tensor peak, Tensor weight, bool shared", "Tensor", _columns, _like_columns, vmap=True)
+
+
+class Received(torch.autograd.Function):
+    """What each key receives; peak and mass are those of the rows, as a pass gave them.
+
+    It is the transpose of an expectation: sum_j g_j received_j = sum_i weight_i E_i[g]. So its gradient is that of the
+    mean value of g, which an ordinary pass gives, and the gradient of a weight is that mean itself.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @known_signature
+    def forward(
+        bare: Bare,
+        backend: Backend | str,  # its name where the pass is traced
+        shared: bool,
+        peak: Tensor,
+        mass: Tensor,
+        weight: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        share, request = divided(weight, mass), bare.over(tensors)
+        if not isinstance(backend, str):
+            return _columns(request, backend, peak, share, shared)
+        out: Tensor = torch.ops.partita.received(*arguments(request, backend), peak, share, shared)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        bare, ctx.backend, _, _, _, weight, *tensors = inputs
+        ctx.bare = bare._replace(statistics=False, mean=True)
+        ctx.save_for_backward(weight, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        bare, backend, (weight, *tensors) = ctx.bare, ctx.backend, ctx.saved_tensors
+        tensors[2] = g[..., None].to(tensors[0].dtype)
+        needed = list(ctx.needs_input_grad[5:])
+        needed[3] = False  # g, in the place of a value, has no gradient of its own here
+        if not isinstance(backend, str):
+
+            def mean(weight: Tensor, *given: Tensor | None) -> Tensor:
+                seen = autograd.reduce(bare.over(given), backend).mean
+                assert seen is not None
+                return (weight * seen[..., 0]).sum()
+
+            found = autograd.recomputed(mean, (weight, *tensors), needed, (torch.ones_like(weight.sum()),))
+            return (None, None, None, None, None, *found)
+        sums = autograd.traced(bare.over(tensors), backend)
+        assert sums.mean is not None
+        known, above = (sums.peak, sums.mass, None, None, sums.mean), (None,) * 5 + (weight[..., None], None)
+        found = autograd.pulled_back(bare, tensors, needed[1:], known, above, backend)
+        return (None, None, None, None, None, sums.mean[..., 0] if needed[0] else None, *found)

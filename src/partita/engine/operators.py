@@ -1,7 +1,7 @@
 """A request as the arguments of a torch operator: what torch.compile, torch.export, torch.func and profilers see.
 
     partita::reduce, reduce_backward    a pass and its gradients      in autograd
-    partita::received                   sums of columns               in received
+    partita::received                   sums of columns               in dispatch
     partita::divergence, ..._backward   of two requests               in divergence
     partita::top, sample, gaps          scans of the scores           in scans
 
@@ -16,24 +16,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from partita.engine import backends
 from partita.engine.axes import mapped_first
 from partita.engine.request import Bare, Request
 
-__all__ = [
-    "FLAGS", "OPERANDS", "applied", "arguments", "arguments_of", "entry", "known_signature", "mapped", "named", "read",
-]  # fmt: skip
+__all__ = ["applied", "arguments", "arguments_of", "define", "known_signature", "like_gradients", "named", "read"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-OPERANDS = "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
-FLAGS = (
-    "int[] layout, float? softcap, bool cap_bias, bool rank, bool statistics, bool variance, bool mean, bool argmax, "
-    "str backend"
-)
-_MANY = 16  # arguments that make a request
+_OPERANDS = "Tensor query, Tensor key, Tensor? value, Tensor scale, Tensor? bias, Tensor? target, Tensor[] support"
+_FLAGS = "bool cap_bias, bool rank, bool statistics, bool variance, bool mean, bool argmax, str backend"
+_REQUEST = f"{_OPERANDS}, int[] layout, float? softcap, {_FLAGS}".split(", ")
 
 
 def named(request: Request, other: Request | None = None) -> str:
@@ -46,9 +41,48 @@ def named(request: Request, other: Request | None = None) -> str:
     return "" if name == "auto" else name
 
 
-def entry(name: str) -> backends.Backend | None:
-    """The backend that an operator was given."""
-    return backends.TABLE[name] if name else None
+def define(
+    name: str,
+    more: str,
+    results: str,
+    run: Callable[..., Any],
+    like: Callable[..., Any],
+    sides: Sequence[str] = ("",),
+    *,
+    vmap: bool = False,
+) -> None:
+    """The operator partita::name of a request for each of `sides`, and of what else it is given.
+
+    run(*requests, backend, *more) computes it, and `like` gives a tracer results of the same shapes; `vmap`: all
+    results have the batch dimensions first.
+    """
+    given = [f"{kind} {side}{word}" for side in sides for kind, word in (part.split(" ") for part in _REQUEST)]
+    library.define(f"partita::{name}", f"({', '.join(given)}{more and ', '}{more}) -> {results}")
+
+    def called(body: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*rest: Any) -> Any:
+            requests = []
+            for _ in sides:
+                bare, tensors, backend, rest = read(rest)
+                requests.append(bare.over(tensors))
+            return body(*requests, backends.TABLE[backend] if backend else None, *rest)
+
+        return call
+
+    def mapped(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+        found = getattr(torch.ops.partita, name)(*_mapped(info, in_dims, given))
+        return found, 0 if isinstance(found, Tensor) else [0] * len(found)
+
+    library.impl(f"partita::{name}", "CompositeExplicitAutograd", called(run))
+    library.register_fake(f"partita::{name}", called(like))
+    if vmap:
+        library.register_vmap(f"partita::{name}", mapped)
+
+
+def like_gradients(*given: Any) -> list[Tensor]:
+    """What gives a tracer the gradients of requests: of the operands whose flags, the last argument, say so."""
+    operands = [t for r in given if isinstance(r, Request) for t in r.operands().values()]
+    return [t.new_empty(t.shape) for t, needed in zip(operands, given[-1], strict=True) if needed and t is not None]
 
 
 def arguments(request: Request, backend: str) -> tuple[Any, ...]:
@@ -63,13 +97,12 @@ def arguments_of(bare: Bare, tensors: Sequence[Tensor | None], backend: str) -> 
     return (*tensors[:6], list(tensors[6:]), list(b.layout), *flags)
 
 
-def read(given: Sequence[Any]) -> tuple[Bare, tuple[Tensor | None, ...], str, Sequence[Any]]:
+def read(given: tuple[Any, ...]) -> tuple[Bare, tuple[Tensor | None, ...], str, tuple[Any, ...]]:
     """What `arguments` wrote: flags, tensors and the backend's name; and what follows them."""
-    operands, support, layout, (softcap, cap_bias, *flags), backend = (
-        given[:6], given[6], given[7], given[8:_MANY - 1], given[_MANY - 1]
-    )  # fmt: skip
-    bare = Bare(tuple(layout), softcap, cap_bias, 1, *flags)
-    return bare, (*operands, *support), backend, given[_MANY:]
+    many = len(_REQUEST)
+    *operands, support, layout, softcap, cap_bias, rank, statistics, variance, mean, argmax, backend = given[:many]
+    bare = Bare(tuple(layout), softcap, cap_bias, 1, rank, statistics, variance, mean, argmax)
+    return bare, (*operands, *support), backend, given[many:]
 
 
 def applied(function: type[torch.autograd.Function], given: Sequence[Any], tensors: Sequence[Tensor | None]) -> Any:
@@ -86,7 +119,7 @@ def applied(function: type[torch.autograd.Function], given: Sequence[Any], tenso
     return (run.apply if needs else run.forward)(*given, *views)
 
 
-def mapped(info: Any, in_dims: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+def _mapped(info: Any, in_dims: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     """An operator's arguments under vmap: one more batch dimension of every tensor, in front."""
     moved = list(given)
     for i, (x, dims) in enumerate(zip(given, in_dims, strict=True)):

@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypedDict
 
 import torch
 from torch import Tensor
 
 from partita import _checks
 from partita.engine.axes import align
+from partita.engine.sums import OPERANDS
 from partita.engine.terms import Term, pack, unpack
 from partita.engine.terms import visible as visible_keys
 from partita.errors import DtypeError, ShapeError, ValueRangeError
@@ -99,6 +100,12 @@ class Request:
         terms = [t for term in self.terms for t in term if t is not None]
         return (self.query, self.key, self.value, self.scale, self.bias, self.target, *terms, *own)
 
+    def operands(self) -> dict[str, Tensor | None]:
+        """What a pass can be differentiated by: `OPERANDS`, then a score's own parameters."""
+        own = {} if self.pairs is None else self.pairs.named()
+        named = zip(OPERANDS, (self.query, self.key, self.value, self.scale, self.bias), strict=True)
+        return {**dict(named), **own}
+
     def bare(self) -> Bare:
         """The same without its tensors: what a derivative keeps in addition to them."""
         layout = tuple(pack(self.terms)[1]) if self.terms else ()
@@ -158,29 +165,28 @@ class Bare(NamedTuple):
         if pairs is not None and pairs.names:
             pairs = replace(pairs, parameters=tuple(rest[len(rest) - len(pairs.names) :]))
         terms = unpack(rest, self.layout) if self.layout else ()
-        _, softcap, cap_bias, groups, rank, statistics, variance, mean, argmax, _ = self
-        return Request(
-            query, key, value, scale, bias, target, terms, softcap, cap_bias, groups, rank, statistics, variance, mean,
-            argmax, pairs=pairs,
-        )  # fmt: skip
+        return Request(query, key, value, scale, bias, target, terms, *self[1:-1], pairs=pairs)
+
+    def places(self, many: int) -> list[int]:
+        """Which of a request's tensors it can be differentiated by; the parameters of a score are the last of them."""
+        own = 0 if self.pairs is None else len(self.pairs.names)
+        return [*range(len(OPERANDS)), *range(many - own, many)]
 
 
 # ---- building one ---------------------------------------------------------------------------------------------------
 
 
+View = Optional[tuple[int, ...]]  # noqa: UP045  (an alias, read at run time)
+
+
 class Layout(NamedTuple):
-    """What operands of the same shapes, dtypes and devices share; a view of None is the tensor as it is."""
+    """What operands of the same shapes, dtypes and devices share."""
 
     rows: tuple[int, ...]  # the batch of query, key, bias and scale, which a support is bound to
     n_batch: int  # batch dimensions, a value's and a target's own included
     groups: int
     dtype: torch.dtype  # of the sums
-    query: tuple[int, ...] | None
-    key: tuple[int, ...] | None
-    value: tuple[int, ...] | None
-    scale: tuple[int, ...] | None
-    bias: tuple[int, ...] | None
-    target: tuple[int, ...] | None
+    views: tuple[View, ...]  # of query, key, value, scale, bias and target; None: as it is
 
 
 _LAYOUTS: dict[Any, Layout] = {}
@@ -214,17 +220,21 @@ def build(
         query, key = lowered(query), lowered(key)
         value = value if value is None else lowered(value)
     sharp = scale if isinstance(scale, Tensor) else None
+    given = (query, key, value, sharp, bias, target)
     layout = known = None
     if plain:
         try:
-            known = (grouped, batch, pairs is None, *[
-                None if t is None else (t.shape, t.dtype, t.device) for t in (query, key, value, sharp, bias, target)
-            ])  # fmt: skip
+            known = (
+                grouped,
+                batch,
+                pairs is None,
+                *[None if t is None else (t.shape, t.dtype, t.device) for t in given],
+            )
             layout = _LAYOUTS.get(known)
         except (AttributeError, TypeError):  # what is no tensor is named below
             known = None
     if layout is None:
-        layout = _lay_out(query, key, value, target, sharp, bias, grouped, tuple(batch), pairs is None)
+        layout = _lay_out(*given, grouped, tuple(batch), pairs is None)
         if known is not None:
             if len(_LAYOUTS) >= _MOST_LAYOUTS:
                 _LAYOUTS.clear()
@@ -241,15 +251,17 @@ def build(
         if not checked:
             _checks.check_target(target, key.shape[-2])
         target = target.long()
-    terms = () if support is None else _bound(support, query, key, layout, plain)
+    terms: tuple[Term, ...] = ()
+    if support is not None:  # the terms of positions alone are kept
+        bind = _kept_terms if plain and support.positional and query.shape[-2] <= _MOST_ROWS else _terms
+        terms = bind(support, query.shape[-2], key.shape[-2], layout.rows, layout.n_batch, layout.groups, query.device)
+    laid: list[Any] = [
+        t if t is None or view is None else t.view(view)
+        for t, view in zip((query, key, value, sharp, bias, target), layout.views, strict=True)
+    ]
+    query, key, value, sharp, bias, target = laid
     return Request(
-        query if layout.query is None else query.view(layout.query),
-        key if layout.key is None else key.view(layout.key),
-        value if value is None or layout.value is None else value.view(layout.value),
-        sharp if layout.scale is None else sharp.view(layout.scale),
-        bias if bias is None or layout.bias is None else bias.view(layout.bias),
-        target if target is None or layout.target is None else target.view(layout.target),
-        terms, softcap, cap_bias, layout.groups,
+        query, key, value, sharp, bias, target, terms, softcap, cap_bias, layout.groups,
         pairs=pairs, as_query=bool(reads.get("mean")), **{name: bool(flag) for name, flag in reads.items()},
     )  # fmt: skip
 
@@ -265,16 +277,9 @@ def _plain() -> bool:
 
 
 def _lay_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    target: Tensor | None,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    grouped: bool,
-    batch: tuple[int, ...],
-    alike: bool,
-) -> Layout:
+    query: Tensor, key: Tensor, value: Tensor | None, scale: Tensor | None, bias: Tensor | None, target: Tensor | None,
+    grouped: bool, batch: tuple[int, ...], alike: bool,
+) -> Layout:  # fmt: skip
     """What is wrong with these operands, or how they are laid out."""
     _checks.check_pair(query, key, alike=alike)
     n_query, n_key = query.shape[-2], key.shape[-2]
@@ -311,20 +316,17 @@ def _lay_out(
     # a value's own dimensions come in front: the support knows nothing of them
     n_batch = len(_checks.broadcast_batch([("query and key", rows), *own]))
 
-    def view(tensor: Tensor | None, tail: int, keys: bool = False) -> tuple[int, ...] | None:
+    def view(tensor: Tensor | None, tail: int, keys: bool = False) -> View:
         return None if tensor is None else _view(tuple(tensor.shape), tail, n_batch, groups, keys)
 
-    number = () if scale is None or not scale.dim() else tuple(scale.shape)
-    laid = _view(number or (1,), 1, n_batch, groups, False)
-    if laid is None and scale is not None and not scale.dim():
-        laid = (1,)
-    return Layout(
-        rows, n_batch, groups, accumulation_dtype(query.dtype),
-        view(query, 2), view(key, 2, True), view(value, 2, True), laid, view(bias, 2), view(target, 1),
-    )  # fmt: skip
+    one = scale is None or not scale.dim()
+    sharp = _view((1,) if scale is None or one else tuple(scale.shape), 1, n_batch, groups, False)
+    sharp = (1,) if sharp is None and one else sharp
+    views = view(query, 2), view(key, 2, True), view(value, 2, True), sharp, view(bias, 2), view(target, 1)
+    return Layout(rows, n_batch, groups, accumulation_dtype(query.dtype), views)
 
 
-def _view(given: tuple[int, ...], tail: int, n_batch: int, groups: int, keys: bool) -> tuple[int, ...] | None:
+def _view(given: tuple[int, ...], tail: int, n_batch: int, groups: int, keys: bool) -> View:
     """The shape with all batch dimensions, and with the heads as (key heads, groups); None if it has that already."""
     shape = (*[1] * (n_batch + tail - len(given)), *given)
     if groups > 1:
@@ -334,22 +336,8 @@ def _view(given: tuple[int, ...], tail: int, n_batch: int, groups: int, keys: bo
     return None if len(shape) == len(given) else shape
 
 
-def _bound(support: Support, query: Tensor, key: Tensor, layout: Layout, plain: bool) -> tuple[Term, ...]:
-    """The terms of a support; those of positions alone are kept."""
-    sizes = (query.shape[-2], key.shape[-2], layout.rows, layout.n_batch, layout.groups, query.device)
-    if plain and support.positional and sizes[0] <= _MOST_ROWS:
-        return _kept_terms(support, *sizes)
-    return _terms(support, *sizes)
-
-
 def _terms(
-    support: Support,
-    n_query: int,
-    n_key: int,
-    rows: tuple[int, ...],
-    n_batch: int,
-    groups: int,
-    device: torch.device,
+    support: Support, n_query: int, n_key: int, rows: tuple[int, ...], n_batch: int, groups: int, device: torch.device
 ) -> tuple[Term, ...]:
     with torch.inference_mode(False) if support.positional else torch.no_grad():
         terms = support.bind(n_query, n_key, rows, device)

@@ -18,12 +18,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from partita._checks import check_no_generator, has_values, shape_text
-from partita.engine import backends, operators
+from partita.engine import backends
 from partita.engine.autograd import Context, traceable
 from partita.engine.backends import tiled
+from partita.engine.operators import arguments, define
 from partita.engine.request import Request
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.precision import finest
@@ -35,7 +36,7 @@ def top(request: Request, k: int) -> tuple[Tensor, Tensor]:  # (*b, Q, k) each
     """The k best scores and their keys, best first, without a gradient; past the visible keys -inf and -1."""
     r = traceable(request)
     if torch.compiler.is_compiling():
-        score, index = torch.ops.partita.top(*operators.arguments(r, ""), k)
+        score, index = torch.ops.partita.top(*arguments(r, ""), k)
         return score, index
     return _top(r, k, not Context.of(r.tensors()).traced)
 
@@ -69,7 +70,7 @@ def sample(request: Request, generator: torch.Generator | None = None) -> Tensor
     if torch.compiler.is_compiling():  # a graph has no generator: the draw takes its seed from torch's random numbers
         check_no_generator(generator)
         seed = torch.randint(1 << 62, (), device=r.query.device)
-        drawn: Tensor = torch.ops.partita.sample(*operators.arguments(r, ""), seed)
+        drawn: Tensor = torch.ops.partita.sample(*arguments(r, ""), seed)
         return drawn
     return _sample(r, generator)
 
@@ -95,7 +96,7 @@ def gaps(request: Request, edges: Sequence[float] | Tensor) -> Tensor:  # (*b, Q
     """Visible keys within each edge of the row's largest score; 0 on an empty row, and where a visible score is nan."""
     r, given = request, _edges(edges, request.query.device)
     if torch.compiler.is_compiling():
-        found: Tensor = torch.ops.partita.gaps(*operators.arguments(r, ""), given)
+        found: Tensor = torch.ops.partita.gaps(*arguments(r, ""), given)
         return found
     return _gaps(r, given, not Context.of(r.tensors()).traced)
 
@@ -128,20 +129,12 @@ def _count(request: Request, rows: slice, first: tiled.Tiles, again: tiled.Tiles
 
 
 def _edges(edges: Sequence[float] | Tensor, device: torch.device) -> Tensor:
-    """The edges as a vector, checked."""
-    if isinstance(edges, Tensor):
-        made = edges.to(device)
-    else:
+    """The edges as a vector of numbers that are not negative; +inf may be one of them."""
+    if not isinstance(edges, Tensor):
         try:
-            made = torch.tensor(list(edges), dtype=finest(device), device=device)
+            edges = torch.tensor(list(edges), dtype=finest(device), device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DtypeError(f"edges must be a sequence of numbers or a 1-D tensor; got {edges!r}.") from error
-    _check_edges(made)
-    return made
-
-
-def _check_edges(edges: Tensor) -> None:
-    """A vector of numbers that are not negative; +inf may be one of them."""
     example = "Give one number per distance below the row's maximum: gaps([0.0, 1.0, 2.0])."
     if edges.dim() != 1:
         raise ShapeError(f"edges must be a sequence of numbers or a 1-D tensor; got {shape_text(edges)}. {example}")
@@ -150,6 +143,7 @@ def _check_edges(edges: Tensor) -> None:
     if has_values(edges) and bool((~(edges >= 0)).any()):
         wrong = edges[~(edges >= 0)][0].item()
         raise ValueRangeError(f"edges must be numbers that are not negative; got {wrong!r} among them. {example}")
+    return edges.to(device)
 
 
 def chosen_scores(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
@@ -178,37 +172,26 @@ def chosen_scores(request: Request, index: Tensor) -> Tensor:  # (*b, Q, k)
 # ---- as operators ---------------------------------------------------------------------------------------------------
 
 
-def _operator(name: str, more: str, results: str) -> None:
-    """partita::name: what `_run[name]` makes of a request and one more argument, and `_like[name]` in a graph."""
-    library.define(f"partita::{name}", f"({operators.OPERANDS}, {operators.FLAGS}, {more}) -> {results}")
-
-    def call(table: dict[str, Any], *given: Any) -> Any:
-        bare, tensors, _, (one,) = operators.read(given)
-        return table[name](bare.over(tensors), one)
-
-    library.impl(f"partita::{name}", "CompositeExplicitAutograd", lambda *given: call(_run, *given))
-    library.register_fake(f"partita::{name}", lambda *given: call(_like, *given))
-
-
 def _empty(r: Request, *more: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return r.query.new_empty((*r.batch, r.n_query, *more), dtype=dtype)
 
 
-def _checked_gaps(request: Request, edges: Tensor) -> Tensor:
-    _check_edges(edges)
-    return _gaps(request, edges)
+def _drawn(r: Request, _: Any, seed: Tensor) -> Tensor:
+    return _sample(r, torch.Generator(seed.device).manual_seed(int(seed)))
 
 
-_run: dict[str, Any] = {
-    "top": _top,
-    "sample": lambda r, seed: _sample(r, torch.Generator(seed.device).manual_seed(int(seed))),
-    "gaps": _checked_gaps,
-}
-_like: dict[str, Any] = {
-    "top": lambda r, k: (_empty(r, k, dtype=r.dtype), _empty(r, k)),
-    "sample": lambda r, seed: _empty(r),
-    "gaps": lambda r, edges: _empty(r, edges.shape[0]),
-}
-_operator("top", "SymInt k", "(Tensor, Tensor)")
-_operator("sample", "Tensor seed", "Tensor")
-_operator("gaps", "Tensor edges", "Tensor")
+define(
+    "top",
+    "SymInt k",
+    "(Tensor, Tensor)",
+    lambda r, _, k: _top(r, k),
+    lambda r, _, k: (_empty(r, k, dtype=r.dtype), _empty(r, k)),
+)
+define("sample", "Tensor seed", "Tensor", _drawn, lambda r, *_: _empty(r))
+define(
+    "gaps",
+    "Tensor edges",
+    "Tensor",
+    lambda r, _, edges: _gaps(r, _edges(edges, edges.device)),
+    lambda r, _, edges: _empty(r, edges.shape[0]),
+)

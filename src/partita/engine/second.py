@@ -1,8 +1,4 @@
-"""Derivatives of a gradient that a kernel computed.
-
-    gradient           of a function in torch, without a graph
-    differentiable     the gradient by its fast way; what differentiates it differentiates a definition in torch
-    no_second          for a backward that has no derivative: to differentiate its gradients raises
+"""Derivatives of a gradient that a kernel computed: those of a definition in torch, or an error.
 
 torch's `once_differentiable` raises only if the upstream gradient needs one: of a penalty on gradients, whose upstream
 is constant, it drops the derivative in silence.

@@ -1,9 +1,5 @@
 """Small problems, where torch's dense operations take less time than the calls around a pass.
 
-    scores(query, key, scale)    all scores of two matrices, differentiable by torch
-    pairs(query, key, ...)       nll of the diagonal by rows, or by rows and columns, normalisation included: one node
-    attention(query, ...)        plain attention that autograd records: one node, its scores kept for the backward pass
-
 Only what is usual is served: ordinary tensors of one precision on the CPU, with the backend left to the library. All
 give None for everything else, and for what needs the care of a pass: the caller then takes the general path.
 """

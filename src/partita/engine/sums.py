@@ -12,9 +12,10 @@ from partita.engine.state import State, Stats, SumGrads, filled
 if TYPE_CHECKING:
     from partita.engine.request import Request
 
-__all__ = ["OPERANDS", "SumGrads", "Sums"]
+__all__ = ["OPERANDS", "PARAMETER", "SumGrads", "Sums"]
 
 OPERANDS = ("query", "key", "value", "scale", "bias")  # what a pass can be differentiated by, in this order everywhere
+PARAMETER = "parameter "  # and a number: the parameters of a score that is a function
 
 
 class Sums(NamedTuple):
@@ -67,12 +68,6 @@ class Sums(NamedTuple):
         if not request.statistics:
             return found._replace(first=None, spread=None)
         return found._replace(statistics=torch.stack(state.stats()[:5]))
-
-    def without_variance(self) -> Sums:
-        """The same where only the entropy is wanted: no spread, and nan in the place of the variance."""
-        if self.statistics is not None:
-            self.statistics[3].fill_(torch.nan)
-        return self._replace(spread=None)
 
     def nll(self) -> Tensor:
         """log Z - score of the target: (peak - score) + log mass, which keeps the digits of a large score.

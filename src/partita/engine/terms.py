@@ -19,6 +19,7 @@ the rule of `State`. `split_disjoint` makes such terms of a union:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from partita._checks import broadcast, has_values
-from partita.engine.axes import align, cut_entries, split_heads
+from partita.engine.axes import align, cut_entries, parts, split_heads
 
 __all__ = ["TAIL", "Term", "Visibility", "both", "cut", "pack", "split_disjoint", "unpack", "visible", "window_mask"]
 
@@ -149,16 +150,8 @@ def _places(ids: Tensor) -> Tensor:
 
 def pack(terms: Sequence[Term]) -> tuple[list[Tensor], list[int]]:
     """Tensors and small integers, for an operator that takes nothing else."""
-    tensors: list[Tensor] = []
-    layout: list[int] = []
-    for term in terms:
-        flags = 0
-        for bit, tensor in enumerate(term):
-            if tensor is not None:
-                flags |= 1 << bit
-                tensors.append(tensor)
-        layout.append(flags)
-    return tensors, layout
+    tensors = [t for term in terms for t in term if t is not None]
+    return tensors, [sum([1 << bit for bit, t in enumerate(term) if t is not None]) for term in terms]
 
 
 def unpack(tensors: Sequence[Tensor], layout: Sequence[int]) -> tuple[Term, ...]:
@@ -171,24 +164,23 @@ def unpack(tensors: Sequence[Tensor], layout: Sequence[int]) -> tuple[Term, ...]
 def window_mask(terms: Sequence[Term], rows: slice, cols: slice, device: torch.device) -> Tensor | None:
     """Visibility of one tile (*b, rows, cols); None if every term is trivial there."""
     j = torch.arange(cols.start, cols.stop, device=device, dtype=torch.int32)
-    out: Tensor | None = None
+    shown: list[Tensor] = []
     for term in terms:
-        part: Tensor | None = None
+        shows: list[Tensor] = []
         if term.start is not None:
-            part = _both(part, j >= term.start[..., rows, None], torch.logical_and)
+            shows.append(j >= term.start[..., rows, None])
         if term.stop is not None:
-            part = _both(part, j < term.stop[..., rows, None], torch.logical_and)
+            shows.append(j < term.stop[..., rows, None])
         if term.query_segment is not None and term.key_segment is not None:
-            same = term.query_segment[..., rows, None] == term.key_segment[..., None, cols]
-            part = _both(part, same, torch.logical_and)
+            shows.append(term.query_segment[..., rows, None] == term.key_segment[..., None, cols])
         if term.mask is not None:
-            part = _both(part, cut(term.mask, rows, cols), torch.logical_and)
+            shows.append(cut(term.mask, rows, cols))
         if term.skip is not None:
-            part = _both(part, j != term.skip[..., rows, None], torch.logical_and)
-        if part is None:
+            shows.append(j != term.skip[..., rows, None])
+        if not shows:
             return None
-        out = _both(out, part, torch.logical_or)
-    return out
+        shown.append(functools.reduce(torch.logical_and, shows))
+    return functools.reduce(torch.logical_or, shown) if shown else None
 
 
 def cut(matrix: Tensor, rows: slice, cols: slice) -> Tensor:
@@ -219,19 +211,11 @@ def visible(terms: Sequence[Term], n_query: int, n_key: int, batch: Sequence[int
 def _count(terms: Sequence[Term], n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> Tensor:
     """By writing the union out, some rows at a time."""
     counts = []
-    for rows in _rows_at_once(n_query, n_key * math.prod(batch)):
+    for rows in parts(n_query, max(1, _ROWS_AT_ONCE // max(1, n_key * math.prod(batch)))):
         seen = window_mask(terms, rows, slice(0, n_key), device)
         seen = torch.ones((), dtype=torch.bool, device=device) if seen is None else seen
         counts.append(seen.expand(*batch, rows.stop - rows.start, n_key).sum(-1))
     return torch.cat(counts, -1) if counts else torch.zeros((*batch, 0), dtype=torch.int64, device=device)
-
-
-def _rows_at_once(n_query: int, width: int) -> list[slice]:
-    """Some rows at a time; while tracing all of them, since nothing can be cut by size (a compiler adds up anyway)."""
-    if torch.compiler.is_compiling():
-        return [slice(0, n_query)]
-    step = max(1, _ROWS_AT_ONCE // max(1, width))
-    return [slice(i, min(i + step, n_query)) for i in range(0, n_query, step)]
 
 
 def _interval_count(term: Term, n_query: int, n_key: int, device: torch.device) -> Tensor:
@@ -370,27 +354,11 @@ class Visibility:
         for term in self.terms_here():
             if term.skip is not None and not bool(((term.skip >= 0) & (term.skip < self.n_key)).any()):
                 term = term._replace(skip=None)
-            seen = _extent(term, self.n_key)
-            if seen == "all":
+            plain, mask = term._replace(mask=None), term.mask
+            seen = visible((plain,), self.n_query, self.n_key, plain.batch, self.device)
+            if not bool(seen.any()) or (mask is not None and not bool(mask.any())):
+                continue
+            if bool((seen == self.n_key).all()) and (mask is None or bool(mask.all())):
                 return ()
-            if seen == "some":
-                found.append(term)
+            found.append(term)
         return tuple(found) or None
-
-
-def _extent(term: Term, n: int) -> str:
-    """Whether the rows of a term see all, some or none of n keys, as far as its intervals and mask determine it."""
-    start, stop = term.start, term.stop
-    whole = term.query_segment is None and term.skip is None
-    if start is not None or stop is not None:
-        first = torch.zeros_like(stop) if start is None and stop is not None else start
-        assert first is not None
-        last = torch.full_like(first, n) if stop is None else stop
-        if not bool((first.clamp(min=0) < last.clamp(max=n)).any()):
-            return "none"
-        whole = whole and bool(((first <= 0) & (last >= n)).all())
-    if term.mask is not None:
-        if not bool(term.mask.any()):
-            return "none"
-        whole = whole and bool(term.mask.all())
-    return "all" if whole else "some"

@@ -25,21 +25,14 @@ def always(request: Request) -> str | None:
     return None
 
 
+_IN_ONE_TILE = partial(tiled.forward, whole=True), partial(tiled.backward, whole=True)  # they hold every score at once
 TABLE = {
     entry.name: entry
     for entry in (
         native.BACKEND,
         triton.BACKEND,
         Backend("tiled", always, tiled.forward, tiled.backward, pairs=True),
-        # in one tile: it holds every score at once
-        Backend(
-            "dense",
-            always,
-            partial(tiled.forward, whole=True),
-            partial(tiled.backward, whole=True),
-            pairs=True,
-            whole=True,
-        ),
+        Backend("dense", always, *_IN_ONE_TILE, pairs=True, whole=True),
     )
 }
 _choice: ContextVar[str | None] = ContextVar("partita_backend", default=None)

@@ -1,9 +1,9 @@
 """Backend: the C++ library, on CPU tensors.
 
-library      its structures, and finding, loading and calling it
-call         the operands of a call: checked and laid out
-passes       the pass, its gradients, plain attention
-losses, divergence, scans      kernels of their own
+library               its structures, and finding, loading and calling it
+call                  the operands of a call: checked and laid out
+passes                the pass, its gradients, plain attention, scans
+losses, divergence    kernels of their own
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from partita.engine.backends.disjoint import too_large
 from partita.engine.backends.native import library, passes
 from partita.engine.backends.native.divergence import divergences
 from partita.engine.backends.native.losses import both_ways, both_ways_backward, product, weighted_nll
-from partita.engine.backends.native.scans import column_sums, gaps, top
 from partita.engine.backends.protocol import Backend, BothWays
 from partita.engine.request import Request
 
@@ -46,9 +45,9 @@ BACKEND = Backend(
     attention=passes.attention,
     weighted_nll=weighted_nll,
     both_ways=BothWays(both_ways, both_ways_backward),
-    column_sums=column_sums,
-    top=top,
-    gaps=gaps,
+    column_sums=passes.column_sums,
+    top=passes.top,
+    gaps=passes.gaps,
     divergences=divergences,
     row_statistics=passes.row_statistics,
     instructions=instructions,

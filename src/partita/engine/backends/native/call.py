@@ -1,10 +1,5 @@
 """Operands of a call: checked, and laid out as the library reads them.
 
-    Call.of(request)       the packed problem of a request, for kernels that add structures of their own
-    check_memory(t)        a tensor whose memory is there, on the CPU, and holds the numbers as they are
-    block(t, ...)          the same as one contiguous block of a known dtype and shape
-    at(*tensors)           their addresses, 0 for None
-
 Everything but the addresses depends on shapes, strides and dtypes alone: `Geometry` is the packed problem with
 addresses of 0, checked and kept for the geometries seen last. Every call checks what no shape tells: the memory.
 Of values the library needs none checked: bounds are cut to the keys there are, a target out of range is no key.
@@ -31,13 +26,13 @@ from partita.engine.request import Request
 from partita.engine.terms import Term
 from partita.exactness import in_exact_rows
 
-__all__ = ["CODES", "CPU", "Call", "Geometry", "at", "block", "check_memory", "extent", "geometry_of"]
+__all__ = ["CODES", "CPU", "NAMES", "Call", "Geometry", "at", "block", "check_memory", "extent", "geometry_of"]
 
 CPU = torch.device("cpu")  # named where a tensor is made from nothing: a default device is not followed
 CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _LARGEST = 2**31 - 1  # row intervals and segment ids are int32
 _KEPT = 4096  # batch entries of a geometry that is kept: its tables hold some 200 kB
-_NAMES = (
+NAMES = (
     "query", "key", "value", "scale", "bias", "target", "start", "stop", "query_segment", "key_segment", "mask",
     "skip",
 )  # fmt: skip
@@ -143,7 +138,7 @@ class Call(NamedTuple):
 
 
 def _operands(r: Request, valued: bool, aimed: bool) -> tuple[Tensor | None, ...]:
-    """The tensors of a request in the order of `_NAMES`; a union is written out, large ids are relabelled."""
+    """The tensors of a request in the order of `NAMES`; a union is written out, large ids are relabelled."""
     term = one_term(r) if len(r.terms) > 1 else r.terms[0] if r.terms else None
     start, stop, query, key, mask, skip = _SEES_ALL if term is None else term
     if query is None or key is None:
@@ -184,7 +179,7 @@ def _geometry(known: Sequence[Known], softcap: float, as_query: bool, threads: i
     wanted = (dtype, dtype, dtype, acc, bias and bias[2], torch.int64, index, index, index, index, torch.bool, index)
     tails = ((Q, D), (K, D), (K, V), (Q,), (Q, K), (Q,), (Q,), (Q,), (Q,), (K,), (Q, K), (Q,))
     batch = (1,) * dims
-    for name, each, tail, kind in zip(_NAMES, known, tails, wanted, strict=True):
+    for name, each, tail, kind in zip(NAMES, known, tails, wanted, strict=True):
         if each is not None:
             own = tuple(each[0][dims:])
             fits = own == tail or (name in ("scale", "bias", "mask") and len(own) == len(tail) and expands(own, tail))
@@ -194,7 +189,7 @@ def _geometry(known: Sequence[Known], softcap: float, as_query: bool, threads: i
     places: list[Place] = []
     tables: list[Tensor] = []
     numbers: list[int] = []
-    for which, (name, each, tail) in enumerate(zip(_NAMES, known, tails, strict=True)):
+    for which, (name, each, tail) in enumerate(zip(NAMES, known, tails, strict=True)):
         if each is None:
             numbers += [0, 0, 0, 0]
             continue

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from partita._checks import broadcast
-from partita.engine.axes import align
 from partita.engine.backends.native import library
 from partita.engine.backends.native.call import CODES, CPU, at, block, check_memory
 from partita.engine.backends.native.losses import workspace, write_logits
@@ -33,75 +32,72 @@ _FEW = 32  # batch entries, which are gone through one by one
 _SMALL = 1 << 12  # scores of an entry that is not worth it where there are many
 
 
-def _entry(tensor: Tensor, entry: tuple[int, ...]) -> Tensor:
-    """One batch entry of a tensor, a view; dimensions of size 1 serve all."""
-    return tensor[tuple(i if n > 1 else 0 for i, n in zip(entry, tensor.shape, strict=False))]
-
-
 class _Side:
-    """One distribution's numbers in the dtype of the sums, and its gradients."""
+    """One distribution's numbers in the dtype of the sums, spread over all batch entries, and its gradients."""
 
     def __init__(self, x: Request, batch: tuple[int, ...], needs: Needs, acc: torch.dtype):
-        self.x = x
-        self.key = check_memory(x.key, "key").to(acc)
-        query = check_memory(x.query, "query").to(acc)
+        self.x, self.batch = x, batch
+        self.query, key = check_memory(x.query, "query").to(acc), check_memory(x.key, "key").to(acc)
         plain = x.scale.numel() == 1 and float(x.scale) == 1.0
-        self.query = query
-        self.scaled = query if plain else query * x.scale[..., None]
-        self.bias = None if x.bias is None else check_memory(x.bias, "bias").to(acc)
+        self.scale = None if plain else x.scale[..., None]
+        self.scaled = self.spread(self.query if plain else self.query * x.scale[..., None])
+        self.key = self.spread(key)
+        self.bias = None if x.bias is None else self.spread(check_memory(x.bias, "bias").to(acc))
+        self.by_class = x.bias is not None and x.bias.shape[-2] == 1 and x.bias.shape[-1] > 1
+        by_interval = len(x.terms) == 1 and x.terms[0].is_interval
+        bounds = x.terms[0][:2] if by_interval else (None, None)
+        self.start, self.stop = (None if t is None else t.expand(*batch, t.shape[-1]) for t in bounds)
+        self.masked = bool(x.terms) and not by_interval
         given = zip(OPERANDS, needs, strict=True)
         self.needs = {name for name, need in given if need and name != "value" and getattr(x, name) is not None}
         # "toward": d / d (scale * query) of every entry, since a scale may differ where a query is shared
-        shapes = {"key": self.key.shape} if "key" in self.needs else {}
-        if self.needs & {"query", "scale"}:
-            shapes["toward"] = torch.Size((*batch, *query.shape[-2:]))
-        if self.bias is not None and "bias" in self.needs:
-            shapes["bias"] = self.bias.shape
-        self.made = {name: torch.zeros(shape, dtype=acc, device=CPU) for name, shape in shapes.items()}
-        by_interval = len(x.terms) == 1 and x.terms[0].is_interval
-        self.start, self.stop = (x.terms[0].start, x.terms[0].stop) if by_interval else (None, None)
-        self.masked = bool(x.terms) and not by_interval
-        self.by_class = self.bias is not None and self.bias.shape[-2] == 1 and self.bias.shape[-1] > 1
+        shapes = {
+            "toward": (*batch, *x.query.shape[-2:]),
+            "key": x.key.shape,
+            "bias": x.bias is not None and x.bias.shape,
+        }
+        wanted = self.needs | ({"toward"} if self.needs & {"query", "scale"} else set())
+        self.made = {name: key.new_zeros(shapes[name]) for name in shapes if name in wanted}
+        self.places = {name: self.spread(t) for name, t in self.made.items()}
+
+    def spread(self, matrices: Tensor) -> Tensor:
+        """One for each batch entry, as views."""
+        return matrices.expand(*self.batch, *matrices.shape[-2:])
 
     def mask(self, rows: slice, n_key: int) -> Tensor | None:
         """What a chunk of rows sees, where that is more than an interval; a union is written out for it."""
         shown = window_mask(self.x.terms, rows, slice(0, n_key), torch.device(CPU)) if self.masked else None
-        if shown is None:
-            return None
-        shown = align(shown, self.query.dim() - 2, 2)
-        return shown.expand(*shown.shape[:-2], rows.stop - rows.start, n_key)
+        return None if shown is None else shown.expand(*self.batch, rows.stop - rows.start, n_key)
 
     def reach(self, entry: tuple[int, ...], rows: slice, n_key: int) -> tuple[int, int]:
         """The first key that any of the rows sees, and one past the last."""
-        low = 0 if self.start is None else int(_entry(self.start, entry)[rows].min())
-        high = n_key if self.stop is None else int(_entry(self.stop, entry)[rows].max())
+        low = 0 if self.start is None else int(self.start[entry][rows].min())
+        high = n_key if self.stop is None else int(self.stop[entry][rows].max())
         return max(0, low), min(n_key, high)
 
-    def interval(self, bound: Tensor | None, entry: tuple[int, ...], rows: slice, first: int) -> Tensor | None:
-        if bound is None:
-            return None
-        return (_entry(bound, entry)[rows] - first).to(torch.int32).expand(rows.stop - rows.start).contiguous()
+    def bounds(self, entry: tuple[int, ...], rows: slice, first: int) -> list[Tensor | None]:
+        """The intervals of the rows, counted from the first key."""
+        n, both = rows.stop - rows.start, (self.start, self.stop)
+        return [None if t is None else (t[entry][rows] - first).to(torch.int32).expand(n).contiguous() for t in both]
 
     def class_bias(self, entry: tuple[int, ...], keys: slice) -> Tensor | None:
-        if self.bias is None or not self.by_class:
-            return None
-        return _entry(self.bias, entry)[0, keys].contiguous()
+        return self.bias[entry][0, keys].contiguous() if self.bias is not None and self.by_class else None
 
     def write_scores(self, entry: tuple[int, ...], rows: slice, keys: slice, seen: Tensor | None, to: Tensor) -> None:
-        write_logits(_entry(self.scaled, entry)[rows].contiguous(), _entry(self.key, entry)[keys], to)
+        write_logits(self.scaled[entry][rows].contiguous(), self.key[entry][keys], to)
         if self.bias is not None and not self.by_class:
-            to += cut(_entry(self.bias, entry), rows, keys)
+            to += cut(self.bias[entry], rows, keys)
         if seen is not None:
-            to.masked_fill_(~_entry(seen, entry)[:, keys], -math.inf)
+            to.masked_fill_(~seen[entry][:, keys], -math.inf)
 
     def add(self, entry: tuple[int, ...], rows: slice, keys: slice, ds: Tensor) -> None:
         """Carry the gradient of some scores on to the operands."""
-        if "toward" in self.made:
-            torch.mm(ds, _entry(self.key, entry)[keys], out=_entry(self.made["toward"], entry)[rows])
-        if "key" in self.made:
-            _entry(self.made["key"], entry)[keys].addmm_(ds.t(), _entry(self.scaled, entry)[rows])
-        if "bias" in self.made:
-            own = cut(_entry(self.made["bias"], entry), rows, keys)
+        if "toward" in self.places:
+            torch.mm(ds, self.key[entry][keys], out=self.places["toward"][entry][rows])
+        if "key" in self.places:
+            self.places["key"][entry][keys].addmm_(ds.t(), self.scaled[entry][rows])
+        if "bias" in self.places:
+            own = cut(self.places["bias"][entry], rows, keys)
             own += ds.sum_to_size(own.shape)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -109,7 +105,7 @@ class _Side:
         if toward is not None and "scale" in self.needs:
             self.made["scale"] = (toward * self.query).sum(-1).sum_to_size(self.x.scale.shape)
         if toward is not None and "query" in self.needs:
-            whole = toward if self.scaled is self.query else toward.mul_(self.x.scale[..., None])
+            whole = toward if self.scale is None else toward.mul_(self.scale)
             self.made["query"] = whole.sum_to_size(self.query.shape)
         return self.made
 
@@ -131,10 +127,8 @@ def divergences(
     sides = [_Side(x, batch, nothing if weight is None else n, acc) for x, n in zip((p, q), needs, strict=True)]
     record = torch.empty((6, *batch, n_query), dtype=acc, device=CPU)
     if not record.numel() or not n_key:
-        found = Record(*record.zero_().unbind())
-        found.peak.fill_(-math.inf)
-        found.other_peak.fill_(-math.inf)
-        return found, sides[0].gradients(), sides[1].gradients()
+        record.zero_()[[0, 2]] = -math.inf  # both peaks
+        return Record(*record.unbind()), sides[0].gradients(), sides[1].gradients()
     keys_fit = max(side.key.shape[-1] for side in sides) * n_key * acc.itemsize <= _SMALL_KEYS
     budget = _CACHED_BYTES if keys_fit else _CHUNK_BYTES
     chunks = min(n_query, max(1, -(-n_query * n_key * 2 * acc.itemsize // budget)))
@@ -155,7 +149,7 @@ def divergences(
                 for side, mask, to in zip(sides, seen, scores, strict=True):
                     side.write_scores(entry, rows, keys, mask, to)
                 bias = [side.class_bias(entry, keys) for side in sides]
-                bounds = [side.interval(b, entry, rows, keys.start) for side in sides for b in (side.start, side.stop)]
+                bounds = [t for side in sides for t in side.bounds(entry, rows, keys.start)]
                 share = None if given is None else given[entry][rows]
                 packed = library.DIVERGENCE_ROWS.pack(
                     n, width, scores[0].stride(0), scores[1].stride(0), record[0].numel(),

@@ -1,9 +1,4 @@
-"""The pass and its gradients, and plain attention, which needs no request.
-
-    forward(request)              the sums of every row; with `columns` those of every key too, from the same products
-    backward(request, ...)        gradients of the operands
-    attention(query, key, ...)    E[value] and statistics of plain attention without a graph
-    row_statistics(query, ...)    those statistics alone
+"""The pass and its gradients; plain attention, which needs no request; sums of columns, and scans of the scores.
 
 Where a result is not finite all of them give None: a NaN or infinity in a key or value that some row may not see can
 end up in that row (0 * NaN), and only a backend that looks at every key can tell.
@@ -16,21 +11,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from partita.engine.axes import offsets
-from partita.engine.backends.disjoint import added, forward_each, split_request
+from partita.engine.backends.disjoint import added, forward_each, split_request, too_large
 from partita.engine.backends.native import library
-from partita.engine.backends.native.call import CODES, CPU, Call, at, block, extent, geometry_of
+from partita.engine.backends.native.call import CODES, CPU, NAMES, Call, at, block, extent, geometry_of
 from partita.engine.request import Request
 from partita.engine.state import Stats
 from partita.engine.sums import OPERANDS, SumGrads, Sums
 from partita.exactness import in_exact_rows
 
-__all__ = ["ColumnSums", "attention", "backward", "forward", "row_statistics"]
+__all__ = [
+    "ColumnSums", "attention", "backward", "column_sums", "forward", "gaps", "row_statistics", "top",
+]  # fmt: skip
 
 
 class ColumnSums(NamedTuple):
@@ -89,49 +87,34 @@ def backward(
         # batch entries that only the value has, where it needs no gradient: copies, whose gradients add up
         peak = peak[tuple([slice(0, n) for n in rows])]
         g = SumGrads(*[None if t is None else t.sum_to_size(rows) for t in g])  # type: ignore[arg-type]
-    want = {name: need and getattr(r, name) is not None for name, need in zip(OPERANDS, needs, strict=True)}
+    want = [name for name, need in zip(OPERANDS, needs, strict=True) if need and getattr(r, name) is not None]
     if not math.prod(rows) or not K:  # nothing to see; and an empty tensor has no address
-        like = {name: getattr(r, name) for name in OPERANDS if want[name]}
-        kept = ("query", "key", "value")
-        return {name: torch.zeros_like(x, dtype=x.dtype if name in kept else acc) for name, x in like.items()}
+        return {name: torch.zeros_like(getattr(r, name), dtype=acc) for name in want}
     upstream = (peak, g.mass, g.first, g.second, g.moment, g.target if r.target is not None else None)
     given = [
         None if t is None else block(t, name, (*rows, V) if name == "g_moment" else rows, acc if i else torch.float64)
         for i, (name, t) in enumerate(zip(_UPSTREAM, upstream, strict=True))
     ]
-    at_columns = [0, 0]
+    by_key: Sequence[Tensor | None] = (None, None)
     if columns is not None:
-        columns = ColumnSums(
-            block(columns.peak, "column peak", (K,), torch.float64), block(columns.mass, "g_column", (K,), acc)
-        )
-        at_columns = at(*columns)
-        if math.prod(batch) != 1 or valued or g.first is not None or g.second is not None:
-            raise ValueError("with columns, one batch entry and gradients of masses and target scores alone are served")
-    made = {
-        "query": new((*rows, D)) if want["query"] else None,
-        "scale": new(rows) if want["scale"] else None,
-        "key": new((*shared, K, D)) if want["key"] else None,
-        "value": new((*shared, K, V)) if want["value"] and valued else None,
-    }
+        by_key = block(columns.peak, "column peak", (K,), torch.float64), block(columns.mass, "g_column", (K,), acc)
+    shapes = {"query": (*rows, D), "scale": rows, "key": (*shared, K, D), "value": (*shared, K, V)}
+    made = {name: new(shape) for name, shape in shapes.items() if name in want and (valued or name != "value")}
     by_row, by_col, by_pair, repeats, table = 0, 0, [0, 0, 0, 0], False, None
-    if r.bias is not None and want["bias"]:
+    if r.bias is not None and "bias" in want:
         made["bias"], by_row, by_col, table = _bias(r.bias, rows, K, acc)
         if table is not None:
             by_pair, repeats = [*at(made["bias"], table), K, 1], math.prod(r.bias.shape[:-2]) < math.prod(batch)
-    outputs = (made["query"], made["scale"], made["key"], made["value"])
+    outputs = at(*given, *[made.get(name) for name in shapes])
     packed = library.GRADIENTS.pack(
-        call.geometry.group, math.prod(shared), *at(*given, *outputs), by_row, by_col, *by_pair, repeats, *at_columns
+        call.geometry.group, math.prod(shared), *outputs, by_row, by_col, *by_pair, repeats, *at(*by_key)
     )
     if not library.run("backward", call.problem, packed):
         return None
-    if want["value"] and not valued and r.value is not None:
+    if "value" in want and not valued and r.value is not None:
         made["value"] = torch.zeros((), dtype=r.value.dtype, device=CPU).expand(r.value.shape)
     # summed over the batch dimensions in which an operand has size 1
-    return {
-        name: t if t.shape == (size := getattr(r, name).shape) else t.sum_to_size(size)
-        for name, t in made.items()
-        if t is not None
-    }
+    return {name: t if t.shape == (n := getattr(r, name).shape) else t.sum_to_size(n) for name, t in made.items()}
 
 
 def _bias(bias: Tensor, rows: tuple[int, ...], n_key: int, acc: torch.dtype) -> tuple[Tensor, int, int, Tensor | None]:
@@ -242,14 +225,14 @@ def _lay_out_plain(
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     ones = (1,) * (dims - 1)
     last: Tensor | None = None
+    known: dict[str, Any] = {"scale": ((*ones, 1), (*ones, 1), acc)}
+    for name, (shape, strides, _) in zip(("query", "key", "value"), given, strict=False):
+        known[name] = (*split(shape, strides, groups if name == "query" else 1), dtype)
     if causal:
         with torch.inference_mode(False):
             last = torch.arange(1, n_query + 1, dtype=torch.int32, device=CPU)
-    known = [(*split(shape, strides, groups if i == 0 else 1), dtype) for i, (shape, strides, _) in enumerate(given)]
-    known += [None] * (3 - len(known))  # type: ignore[list-item]
-    known += [((*ones, 1), (*ones, 1), acc), None, None, None]  # type: ignore[list-item]
-    known += [None if last is None else ((*ones, n_query), (*ones, 1), last.dtype), None, None, None, None]  # type: ignore[list-item]
-    g = geometry_of(tuple(known), 0.0, True, threads, exact)
+        known["stop"] = (*ones, n_query), (*ones, 1), last.dtype
+    g = geometry_of(tuple([known.get(name) for name in NAMES]), 0.0, True, threads, exact)
     if any(place.copied for place in g.places):
         return None
     problem = bytearray(g.problem)
@@ -266,3 +249,66 @@ def _lay_out_plain(
 
 _KEPT = 4096  # batch entries, or rows of a causal geometry, of one that is kept: 160 kB at the most
 _kept_plain = functools.lru_cache(maxsize=64)(_lay_out_plain)
+
+
+# ---- what is read off the scores while they go by -------------------------------------------------------------------
+
+_MOST_BEST = 64  # of a row's best that are kept in order while its keys go by
+
+
+def column_sums(request: Request, peak: Tensor, weight: Tensor, shared: bool) -> Tensor | None:
+    """sum_i weight_i exp(s_ij - peak_i) of every key; disjoint terms add up."""
+    peak = peak.double().expand(*request.batch, request.n_query)
+    found = (_received(r, peak, weight, shared) for r in split_request(request) or (request,))
+    total = added(None if sums is None else {"sums": sums} for sums in found)
+    return None if total is None else total["sums"]
+
+
+def _received(
+    r: Request,
+    peak: Tensor,  # (*b, Q) float64, as the pass gave it
+    weight: Tensor,  # (*b, Q), accumulation dtype
+    shared: bool,  # the entries of the last batch dimension add up
+) -> Tensor | None:  # (*b, K)
+    """The sums over one term; None where one is not finite."""
+    call = Call.of(r, valued=False, aimed=False)
+    rows = call.geometry.rows
+    peak, weight = block(peak, "peak", rows, torch.float64), block(weight, "weight", rows, r.scale.dtype)
+    slots = (*rows[:-2], 1) if shared else rows[:-1]
+    sums = torch.empty((*slots, r.n_key), dtype=r.scale.dtype, device=CPU)
+    if not math.prod(rows) or not r.n_key:
+        return sums.zero_()
+    steps = torch.empty(slots, dtype=torch.float32, device="meta").stride()
+    packed = library.COLUMNS.pack(*at(peak, weight, offsets(rows[:-1], slots, steps)), math.prod(slots), *at(sums))
+    return sums if library.run("received", call.problem, packed) else None
+
+
+def top(r: Request, k: int) -> tuple[Tensor, Tensor] | None:  # (*b, Q, k) each
+    """Falling scores and their keys, -inf and -1 past the visible ones; None: no kernel, or not all are finite."""
+    if k > _MOST_BEST or too_large(replace(r, rank=True)):  # as for ranks: parts do not add up
+        return None
+    call = Call.of(r, valued=False, aimed=False)
+    shape = (*call.geometry.rows, k)
+    score = torch.empty(shape, dtype=r.scale.dtype, device=CPU)
+    index = torch.empty(shape, dtype=torch.int64, device=CPU)
+    if not math.prod(shape) or not r.n_key:
+        return score.fill_(-math.inf), index.fill_(-1)
+    fine = library.run("top", call.problem, library.TOP.pack(k, *at(score, index)))
+    return (score, index) if fine else None
+
+
+def gaps(
+    r: Request,
+    edges: Tensor,  # (E), not negative, in any order
+) -> Tensor | None:  # (*b, Q, E) int64
+    """How many keys score within each edge of their row's largest score; None as for `top`."""
+    if too_large(replace(r, rank=True)):  # parts have largest scores of their own
+        return None
+    call = Call.of(r, valued=False, aimed=False)
+    count = torch.zeros((*call.geometry.rows, len(edges)), dtype=torch.int64, device=CPU)
+    if not math.prod(count.shape) or not r.n_key:
+        return count
+    rising, order = edges.to(r.scale.dtype).sort()
+    if not library.run("gaps", call.problem, library.GAPS.pack(len(edges), *at(rising, count))):
+        return None
+    return count[..., order.argsort()]

@@ -15,10 +15,10 @@ from torch import Tensor
 from partita.engine.backends.tiled import exact
 from partita.engine.backends.tiled.divergence import divergence, divergence_backward
 from partita.engine.backends.tiled.grid import Grid, choose_tile, tile_shape
-from partita.engine.backends.tiled.tile import Accumulator, Clean, Operands, gradients, scores, sums, view
+from partita.engine.backends.tiled.tile import Clean, add, gradients, scores, sums, view, zeros
 from partita.engine.request import Request
 from partita.engine.state import State, centre
-from partita.engine.sums import OPERANDS, SumGrads, Sums
+from partita.engine.sums import SumGrads, Sums
 from partita.engine.terms import window_mask
 from partita.exactness import in_exact_rows
 
@@ -29,11 +29,9 @@ __all__ = [
 
 
 def _neutral(request: Request, n_query: int) -> State:
-    rows = (*request.batch, n_query)
-    new = request.scale
-    moment = None if request.value is None else new.new_zeros(*rows, request.value.shape[-1])
-    mass, first, spread, count = (new.new_zeros(rows) for _ in range(4))
-    return State(new.new_full(rows, -torch.inf), mass, first, spread, count, moment)
+    rows, new = (*request.batch, n_query), request.scale.new_zeros
+    moment = None if request.value is None else new(*rows, request.value.shape[-1])
+    return State(new(rows) - torch.inf, new(rows), new(rows), new(rows), new(rows), moment)
 
 
 @torch.no_grad()
@@ -49,7 +47,9 @@ def _forward(request: Request, whole: bool = False) -> Sums:
     parts: list[Sums] = []
     for index, rows in enumerate(grid.rows):
         state = _neutral(request, rows.stop - rows.start)
-        target = None if request.target is None else _unmet(request.target[..., rows], request.n_key, state.peak)
+        target = None  # the targets' scores: -inf until their tile comes by, nan where no key has such a number
+        if request.target is not None:
+            target = torch.full_like(state.peak, -torch.inf).masked_fill_(_outside(request, rows), torch.nan)
         best = _Best(state.peak) if request.argmax else None
         for cols, mask in grid.visit(index):
             x = clean.operands(rows, cols)
@@ -65,9 +65,11 @@ def _forward(request: Request, whole: bool = False) -> Sums:
     return _stack(parts).answering(request)
 
 
-def _unmet(target: Tensor, n_key: int, like: Tensor) -> Tensor:
-    """The score of a target whose tile has not come by: -inf; nan where no key has its number."""
-    return torch.full_like(like, -torch.inf).masked_fill_((target < 0) | (target >= n_key), torch.nan)
+def _outside(request: Request, rows: slice) -> Tensor:
+    """Rows whose target is no key."""
+    assert request.target is not None
+    target = request.target[..., rows]
+    return (target < 0) | (target >= request.n_key)
 
 
 def _pick(s: Tensor, target: Tensor, cols: slice, so_far: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ def _rank(clean: Clean, grid: Grid, index: int, target_score: Tensor) -> Tensor:
         s, _, _ = scores(clean, clean.operands(rows, cols), rows, cols, mask)
         other = torch.arange(cols.start, cols.stop, device=s.device) != target[..., rows, None]
         rank += ((s > target_score[..., None]) & other).sum(-1)
-    return rank.masked_fill_((target[..., rows] < 0) | (target[..., rows] >= clean.request.n_key), -1)
+    return rank.masked_fill_(_outside(clean.request, rows), -1)
 
 
 def _stack(parts: Sequence[Sums]) -> Sums:
@@ -114,10 +116,6 @@ def _stack(parts: Sequence[Sums]) -> Sums:
         found = [x for part in parts if (x := getattr(part, name)) is not None]
         rows[name] = torch.cat(found, -2 if name == "moment" else -1) if found else None
     return Sums(**rows)
-
-
-def _upstream(g: SumGrads, rows: slice) -> SumGrads:
-    return SumGrads(*[t if t is None else view("g_" + name, t, rows, rows) for name, t in g._asdict().items()])  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -135,13 +133,14 @@ def _backward(
 ) -> dict[str, Tensor]:
     clean, grid = Clean.of(request), Grid(request, choose_tile(request, whole))
     level = peak.to(request.dtype)
-    total = Accumulator(request, needs)
+    total = zeros(request, needs)
     for index, rows in enumerate(grid.rows):
-        gr = _upstream(g, rows)
+        of_rows = [None if t is None else view(f"g_{name}", t, rows, rows) for name, t in g._asdict().items()]
+        gr = SumGrads(*of_rows)  # type: ignore[arg-type]
         for cols, mask in grid.visit(index):
             x = clean.operands(rows, cols)
-            total.add(gradients(clean, x, gr, level[..., rows], rows, cols, mask), rows, cols)
-    return total.total
+            add(total, gradients(clean, x, gr, level[..., rows], rows, cols, mask), rows, cols)
+    return total
 
 
 def second_order(request: Request, peak: Tensor, g: SumGrads, above: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -163,10 +162,9 @@ def second_order(request: Request, peak: Tensor, g: SumGrads, above: dict[str, T
                 given: dict[str, Tensor], rows: slice = rows, cols: slice = cols, mask: Tensor | None = mask
             ) -> dict[str, Tensor]:
                 x = {name: view(name, t, rows, cols) for name, t in given.items()}
-                xs = Operands(*[x.get(name) for name in OPERANDS])  # type: ignore[arg-type]
-                gs = SumGrads(*[x.get("g_" + name) for name in SumGrads._fields])  # type: ignore[arg-type]
-                part = gradients(clean, xs, gs, level[..., rows], rows, cols, mask)
-                return {name: getattr(part, name) for name in above}
+                gs = SumGrads(*[x.pop("g_" + name, None) for name in SumGrads._fields])  # type: ignore[arg-type]
+                part = gradients(clean, x, gs, level[..., rows], rows, cols, mask)
+                return {name: part[name] for name in above}
 
             pull = torch.func.vjp(first_order, whole)[1]
             (back,) = pull({name: view(name, t, rows, cols) for name, t in above.items()})

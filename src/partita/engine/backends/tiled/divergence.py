@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partita._checks import broadcast
 from partita.engine.backends.tiled.grid import Grid, choose_tile
-from partita.engine.backends.tiled.tile import Accumulator, Clean, Operands, pulled_back, scores
+from partita.engine.backends.tiled.tile import Clean, Operands, add, pulled_back, scores, zeros
 from partita.engine.divergences import Record, both_sides
 from partita.engine.request import Request
 from partita.engine.state import State, centre
@@ -31,13 +31,11 @@ class _Sweep:
 
     def __init__(self, p: Request, q: Request, whole: bool = False):
         self.requests = (p, q)
-        rows = broadcast(p.batch, q.batch)
-        wide = p if len(p.batch) == len(rows) and p.batch == rows else q
-        shape = choose_tile(wide, whole)
+        self.batch = broadcast(p.batch, q.batch)
+        shape = choose_tile(p if p.batch == self.batch else q, whole)
         self._clean = [Clean.of(r) for r in self.requests]
         self._grid = [Grid(r, shape) for r in self.requests]
         self.rows = self._grid[0].rows
-        self.batch = rows
 
     def tiles(self, index: int) -> Iterator[tuple[slice, _Half, _Half]]:
         """Columns, and both halves, of the tiles of one row tile."""
@@ -54,17 +52,25 @@ class _Sweep:
             s, _, slope = scores(clean, x, rows, cols, seen[cols.start])
             return _Half(x, s, slope)
         shape = (*clean.request.batch, rows.stop - rows.start, cols.stop - cols.start)
-        return _Half(x, x.scale.new_full(shape, -torch.inf), None)
+        return _Half(x, x["scale"].new_full(shape, -torch.inf), None)
+
+    def sides(
+        self, record: Record, kind: str, beta: float
+    ) -> Iterator[tuple[slice, slice, list[_Half], list[Tensor], tuple[Tensor, Tensor]]]:
+        """Rows, columns, both halves, both log-probabilities, and what both sides add, of every tile."""
+        peaks, log_masses = (record.peak, record.other_peak), record.log_masses()
+        for index, at in enumerate(self.rows):
+            for cols, *halves in self.tiles(index):
+                a, b = (  # finite where a key is not visible, and 0 after `exp`
+                    centre(half.score, peak[..., at])[0] - log_mass[..., at, None]
+                    for half, peak, log_mass in zip(halves, peaks, log_masses, strict=True)
+                )
+                yield at, cols, halves, [a, b], both_sides(kind, beta, a, b)
 
     def gradient(self, side: int, half: _Half, ds: Tensor) -> Operands:
         """Gradients of one distribution's operands from those of its scores."""
         hidden = half.score.isneginf()
         return pulled_back(self._clean[side], half.operands, torch.where(hidden, torch.zeros_like(ds), ds), half.slope)
-
-
-def _log_probs(score: Tensor, peak: Tensor, log_mass: Tensor) -> Tensor:
-    """log p of a tile, from its peak: finite where a key is not visible, and 0 after `exp`."""
-    return centre(score, peak)[0] - log_mass[..., None]
 
 
 @torch.no_grad()
@@ -75,19 +81,14 @@ def divergence(p: Request, q: Request, kind: str, beta: float, *, whole: bool = 
     peak, mass, other_peak, other_mass = _masses(sweep, rows)
     first, second = torch.zeros_like(peak), torch.zeros_like(peak)
     record = Record(peak, mass, other_peak, other_mass, first, second)
-    log_mass, other_log_mass = record.log_masses()
-    for index, at in enumerate(sweep.rows):
-        for _, one, other in sweep.tiles(index):
-            a = _log_probs(one.score, peak[..., at], log_mass[..., at])
-            b = _log_probs(other.score, other_peak[..., at], other_log_mass[..., at])
-            own, their = both_sides(kind, beta, a, b)
-            first[..., at] += own.sum(-1)
-            second[..., at] += their.sum(-1)
-            if kind != "js" and kind != "hellinger":
-                seen, unseen = (other, one) if kind == "reverse" else (one, other)
-                outside = (~seen.score.isneginf() & unseen.score.isneginf()).any(-1)
-                # nan stays nan: it tells more than an infinity
-                (second if kind == "reverse" else first)[..., at] += torch.where(outside, torch.inf, 0.0)
+    for at, _, halves, _, (own, their) in sweep.sides(record, kind, beta):
+        first[..., at] += own.sum(-1)
+        second[..., at] += their.sum(-1)
+        if kind != "js" and kind != "hellinger":
+            seen, unseen = reversed(halves) if kind == "reverse" else halves
+            outside = (~seen.score.isneginf() & unseen.score.isneginf()).any(-1)
+            # nan stays nan: it tells more than an infinity
+            (second if kind == "reverse" else first)[..., at] += torch.where(outside, torch.inf, 0.0)
     return record
 
 
@@ -120,20 +121,14 @@ def divergence_backward(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients of both distributions' operands, as far as needed, in the accumulation dtype."""
     sweep = _Sweep(p, q, whole)
-    total = [Accumulator(r, wanted) for r, wanted in zip(sweep.requests, needs, strict=True)]
-    log_mass, other_log_mass = record.log_masses()
-    g = record.kept(kind, g)
-    for index, at in enumerate(sweep.rows):
+    total = [zeros(r, wanted) for r, wanted in zip(sweep.requests, needs, strict=True)]
+    g, sums = record.kept(kind, g), (record.first, record.second)
+    for at, cols, halves, logs, sides in sweep.sides(record, kind, beta):
         up = g[..., at, None]
-        for cols, one, other in sweep.tiles(index):
-            a = _log_probs(one.score, record.peak[..., at], log_mass[..., at])
-            b = _log_probs(other.score, record.other_peak[..., at], other_log_mass[..., at])
-            sides = both_sides(kind, beta, a, b)
-            sums = (record.first, record.second)
-            for side, (half, x, log_p) in enumerate(zip((one, other), sides, (a, b), strict=True)):
-                if total[side].total:
-                    # where g is 0 the sum may be infinite
-                    level = torch.where(up == 0, torch.zeros_like(up), sums[side][..., at, None])
-                    ds = up * (x - log_p.exp() * level)
-                    total[side].add(sweep.gradient(side, half, ds), at, cols)
-    return total[0].total, total[1].total
+        for side, (half, x, log_p) in enumerate(zip(halves, sides, logs, strict=True)):
+            if total[side]:
+                # where g is 0 the sum may be infinite
+                level = torch.where(up == 0, torch.zeros_like(up), sums[side][..., at, None])
+                ds = up * (x - log_p.exp() * level)
+                add(total[side], sweep.gradient(side, half, ds), at, cols)
+    return total[0], total[1]

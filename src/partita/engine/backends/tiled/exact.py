@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from partita.engine.backends.tiled.grid import tile_shape
+from partita.engine.backends.tiled.tile import zeros
 from partita.engine.request import Request
-from partita.engine.sums import OPERANDS, SumGrads, Sums
+from partita.engine.sums import SumGrads, Sums
 from partita.engine.terms import TAIL, Term, window_mask
 
 __all__ = ["backward", "count_above", "forward"]
@@ -44,12 +45,9 @@ class Block:
         """Its rows in a tensor of all."""
         return (*self.entry, self.rows)
 
-    def cut(self, tensor: Tensor, tail: int) -> Tensor:
-        """The entry's part of a tensor; a dimension of size 1 serves all."""
-        return _entry(tensor, tail, self.entry)
-
 
 def _entry(tensor: Tensor, tail: int, entry: tuple[int, ...]) -> Tensor:
+    """The entry's part of a tensor; a dimension of size 1 serves all."""
     lead = tensor.shape[: tensor.dim() - tail]
     at = entry[len(entry) - len(lead) :]
     return tensor[tuple([i if n > 1 else 0 for i, n in zip(at, lead, strict=True)])]
@@ -161,9 +159,7 @@ def backward(
     run: Callable[[Request, Tensor, SumGrads, Sequence[bool]], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Gradients of the operands, added block after block."""
-    operands = {name: t for name in OPERANDS if (t := getattr(r, name)) is not None}
-    wanted = [name for name, need in zip(OPERANDS, needs, strict=False) if need and name in operands]
-    total = {name: torch.zeros_like(operands[name], dtype=r.dtype) for name in wanted}
+    total = zeros(r, needs)
     rows = {
         name: t.expand((*r.batch, *t.shape[-1 - (name == "moment") :]))
         for name, t in g._asdict().items()
@@ -178,30 +174,20 @@ def backward(
         level = _filled(peak.expand(*r.batch, r.n_query)[at], ROWS)
         with tile_shape(ROWS, KEYS):
             made = run(block.request, level, SumGrads(**own), needs)
-        for name in wanted:
-            _add(total[name], name, made[name], block, n)
+        for name, to in total.items():
+            _add(to, name, made[name], block, n)
     return total
 
 
 def _add(total: Tensor, name: str, made: Tensor, block: Block, n: int) -> None:
-    if name == "scale":
-        to = block.cut(total, 1)
-        to += made[:n].sum(0, keepdim=True) if to.shape[0] == 1 else _placed(made[:n], block.rows, to)
-        return
-    to = block.cut(total, 2)
-    if name == "query":
-        to[block.rows] += made[:n, : to.shape[-1]]
-    elif name == "bias":
-        keys = to.shape[-1] if to.shape[-1] > 1 else made.shape[-1]
-        part = made[:n, : keys - block.origin if to.shape[-1] > 1 else keys]
-        part = part.sum(-1, keepdim=True) if to.shape[-1] == 1 else part
-        part = part.sum(0, keepdim=True) if to.shape[0] == 1 else part
-        to[block.rows if to.shape[0] > 1 else slice(None), block.origin if to.shape[-1] > 1 else 0 :] += part
-    else:
+    to = _entry(total, 1 if name == "scale" else 2, block.entry)
+    if name in ("key", "value"):
         to[block.origin :] += made[: len(to) - block.origin, : to.shape[-1]]
-
-
-def _placed(part: Tensor, rows: slice, like: Tensor) -> Tensor:
-    out = torch.zeros_like(like)
-    out[rows] = part
-    return out
+        return
+    part = made[:n]
+    if name == "bias" and to.shape[-1] == 1:
+        part = part.sum(-1, keepdim=True)
+    elif name == "bias":
+        to = to[:, block.origin :]
+    part = part if name == "scale" else part[:, : to.shape[-1]]
+    to[block.rows if len(to) > 1 else slice(None)] += part if len(to) > 1 else part.sum(0, keepdim=True)

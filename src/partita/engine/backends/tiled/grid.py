@@ -1,7 +1,7 @@
 """Which tiles a pass visits: empty ones are skipped, full ones need no mask.
 
-The extents of every term are read once, so that asking about a tile costs a few comparisons of plain integers. Those of
-a term on another device are not read, which would wait for it: each of its tiles gets its mask.
+The bounds of every term are read once for all tiles. Those of a term on another device are not read, which would wait
+for it: each of its tiles gets its mask.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from partita._checks import check_positive
+from partita.engine.axes import parts
 from partita.engine.request import Request
 from partita.engine.terms import Term, cut, window_mask
 
@@ -53,85 +54,63 @@ def choose_tile(request: Request, whole: bool = False) -> tuple[int, int]:
     return rows, cols
 
 
-def _slices(n: int, step: int) -> list[slice]:
-    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
-
-
 class Grid:
     """Tiles of one request. Where there are no rows they are one tile of none, which sees nothing."""
 
     def __init__(self, request: Request, shape: tuple[int, int]):
         rows, cols = shape
-        self.rows = _slices(request.n_query, rows) or [slice(0, 0)]
-        self.cols = _slices(request.n_key, cols) if request.n_query else []
+        self.rows = parts(request.n_query, rows) or [slice(0, 0)]
+        self.cols = parts(request.n_key, cols) if request.n_query else []
         self._terms = request.terms
         self._device = request.query.device
-        self._extents = [_Extent(term, self.rows, self.cols) for term in request.terms]
+        self._status = [_status(term, self.rows, self.cols) for term in request.terms] if self.cols else []
 
     def visit(self, row: int) -> Iterator[tuple[slice, Tensor | None]]:
         """The column tiles a row tile sees, with their mask (None where all is visible)."""
         for col, keys in enumerate(self.cols):
-            if not self._extents:
+            status = [tiles[row][col] for tiles in self._status]
+            if not status or _FULL in status:
                 yield keys, None
-                continue
-            status = [extent.status(row, col) for extent in self._extents]
-            if "full" in status:
-                yield keys, None
-            elif "mixed" in status:
-                alive = [term for term, s in zip(self._terms, status, strict=True) if s != "empty"]
+            elif _MIXED in status:
+                alive = [term for term, s in zip(self._terms, status, strict=True) if s != _EMPTY]
                 yield keys, window_mask(alive, self.rows[row], keys, self._device)
 
 
-class _Extent:
-    """Bounds of one term over each row tile and column tile."""
-
-    def __init__(self, term: Term, rows: Sequence[slice], cols: Sequence[slice]):
-        self.term, self.rows, self.cols = term, rows, cols
-        self.unread = any(not t.is_cpu for t in term if isinstance(t, Tensor))
-        if self.unread:
-            return
-        self.start = _bounds(term.start, rows)
-        self.stop = _bounds(term.stop, rows)
-        self.query = _bounds(term.query_segment, rows)
-        self.key = _bounds(term.key_segment, cols)
-        self.skip = _bounds(term.skip, rows)
-
-    def status(self, row: int, col: int) -> str:
-        if self.unread:
-            return "mixed"
-        rows, cols = self.rows[row], self.cols[col]
-        full = True
-        if self.start is not None:
-            low, high = self.start[row]
-            if low >= cols.stop:
-                return "empty"
-            full = full and high <= cols.start
-        if self.stop is not None:
-            low, high = self.stop[row]
-            if high <= cols.start:
-                return "empty"
-            full = full and low >= cols.stop
-        if self.query is not None and self.key is not None:
-            (a, b), (c, d) = self.query[row], self.key[col]
-            if b < c or d < a:
-                return "empty"
-            full = full and a == b == c == d
-        if self.term.mask is not None:
-            part = cut(self.term.mask, rows, cols)
-            if not bool(part.any()):
-                return "empty"
-            full = full and bool(part.all())
-        if self.skip is not None:
-            low, high = self.skip[row]
-            full = full and (high < cols.start or low >= cols.stop)
-        return "full" if full else "mixed"
+_EMPTY, _MIXED, _FULL = range(3)
 
 
-def _bounds(tensor: Tensor | None, slices: Sequence[slice]) -> list[tuple[int, int]] | None:
-    if tensor is None:
-        return None
-    if tensor.numel() == 0 or not slices:
-        return [(0, 0)] * len(slices)
-    low = torch.stack([tensor[..., s].amin() for s in slices]).tolist()
-    high = torch.stack([tensor[..., s].amax() for s in slices]).tolist()
-    return list(zip(low, high, strict=True))
+def _status(term: Term, rows: Sequence[slice], cols: Sequence[slice]) -> list[list[int]]:
+    """How much a term shows of each tile, as far as its bounds over the tile's rows and columns determine it."""
+    if any(not t.is_cpu for t in term if isinstance(t, Tensor)):
+        return [[_MIXED] * len(cols)] * len(rows)
+    first, end = (torch.tensor(at, device="cpu") for at in ([c.start for c in cols], [c.stop for c in cols]))
+    empty = torch.zeros(len(rows), len(cols), dtype=torch.bool, device="cpu")
+    full = ~empty
+    if term.start is not None:
+        low, high = _bounds(term.start, rows)
+        empty, full = empty | (low >= end), full & (high <= first)
+    if term.stop is not None:
+        low, high = _bounds(term.stop, rows)
+        empty, full = empty | (high <= first), full & (low >= end)
+    if term.query_segment is not None and term.key_segment is not None:
+        (low, high), (least, most) = _bounds(term.query_segment, rows), _bounds(term.key_segment, cols)
+        least, most = least.mT, most.mT
+        empty = empty | (high < least) | (most < low)
+        full = full & (low == high) & (least == most) & (low == least)
+    if term.mask is not None:
+        shown = [[cut(term.mask, r, c) for c in cols] for r in rows]
+        empty = empty | ~torch.stack([torch.stack([part.any() for part in row]) for row in shown])
+        full = full & torch.stack([torch.stack([part.all() for part in row]) for row in shown])
+    if term.skip is not None:
+        low, high = _bounds(term.skip, rows)
+        full = full & ((high < first) | (low >= end))
+    found: list[list[int]] = torch.where(empty, _EMPTY, torch.where(full, _FULL, _MIXED)).tolist()
+    return found
+
+
+def _bounds(tensor: Tensor, slices: Sequence[slice]) -> tuple[Tensor, Tensor]:  # (tiles, 1) each
+    """The smallest and the largest number of each slice."""
+    if not tensor.numel():
+        return (torch.zeros(len(slices), 1, dtype=torch.int64, device="cpu"),) * 2
+    low, high = zip(*[tensor[..., s].aminmax() for s in slices], strict=True)
+    return torch.stack(low)[:, None], torch.stack(high)[:, None]

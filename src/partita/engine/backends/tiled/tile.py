@@ -15,32 +15,23 @@ weight as it is for torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from partita._checks import has_values
-from partita.engine.callable_score import Pairs, parameter_names
+from partita.engine.callable_score import Pairs
 from partita.engine.request import Request
 from partita.engine.state import LOWEST, State, centre, divided
-from partita.engine.sums import OPERANDS, SumGrads
+from partita.engine.sums import OPERANDS, PARAMETER, SumGrads
 from partita.engine.terms import cut
 from partita.precision import product
 
-__all__ = ["Accumulator", "Clean", "Operands", "gradients", "pulled_back", "scores", "sums", "view"]
+__all__ = ["Clean", "Operands", "add", "gradients", "pulled_back", "scores", "sums", "view", "zeros"]
 
 
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """What the gradient is taken of: slices of the request's tensors, in the accumulation dtype."""
-
-    query: Tensor  # (*b, q, D)
-    key: Tensor  # (*b, k, D)
-    value: Tensor | None  # (*b, k, V)
-    scale: Tensor  # (*b, q or 1)
-    bias: Tensor | None  # (*b, q or 1, k or 1)
-    parameters: tuple[Tensor, ...] | None = None  # of a score that is a function; gradients alone
+Operands = dict[str, Tensor]  # a tile's part of each operand there is, by name, in the accumulation dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +51,9 @@ class Clean:
         query, bad_query = _finite(request.query)
         key, bad_key = _finite(request.key)
         value, bad_value = (None, None) if request.value is None else _finite(request.value)
-        return Clean(
-            request,
-            query,
-            key,
-            value,
-            None if bad_query is None else bad_query.any(-1, keepdim=True),
-            None if bad_key is None else bad_key.any(-1)[..., None, :],
-            None if bad_value is None else request.value,
-        )
+        bad_query = None if bad_query is None else bad_query.any(-1, keepdim=True)
+        bad_key = None if bad_key is None else bad_key.any(-1)[..., None, :]
+        return Clean(request, query, key, value, bad_query, bad_key, None if bad_value is None else request.value)
 
     def corrected(self, s: Tensor, scale: Tensor, rows: slice, cols: slice) -> Tensor:
         """Products of a tile; those of a bad row or key are taken with the numbers as given, and have no gradient."""
@@ -90,15 +75,14 @@ class Clean:
             return _against(query * scale[..., None], key.mT)
         return pairs(query, key) * scale[..., None]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Operands:
         """The operands that there are."""
         r = self.request
         named = zip(OPERANDS, (self.query, self.key, self.value, r.scale, r.bias), strict=True)
         return {name: t for name, t in named if t is not None}
 
     def operands(self, rows: slice, cols: slice) -> Operands:
-        cut = {name: view(name, t, rows, cols).to(self.request.dtype) for name, t in self.tensors().items()}
-        return Operands(*[cut.get(name) for name in OPERANDS])  # type: ignore[arg-type]
+        return {name: view(name, t, rows, cols).to(self.request.dtype) for name, t in self.tensors().items()}
 
 
 def _finite(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -130,13 +114,14 @@ def scores(
     clean: Clean, x: Operands, rows: slice, cols: slice, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scores of a tile (-inf where not visible), its final mask, and the slope of the softcap."""
-    products = clean.corrected(clean.products(x.query, x.key, x.scale), x.scale.detach(), rows, cols)
-    s, t = clean.request.capped(products, x.bias)
+    scale, bias = x["scale"], x.get("bias")
+    products = clean.corrected(clean.products(x["query"], x["key"], scale), scale.detach(), rows, cols)
+    s, t = clean.request.capped(products, bias)
     slope = None if t is None else 1 - t * t
     if slope is not None and (clean.bad_query is not None or clean.bad_key is not None):
         slope = slope.nan_to_num(0.0)  # of a place that is hidden, or whose score spoils its row anyway
-    if x.bias is not None:
-        shown = x.bias != -torch.inf
+    if bias is not None:
+        shown = bias != -torch.inf
         mask = shown if mask is None else mask & shown
     if mask is not None:
         s = s.masked_fill(~mask, -torch.inf)
@@ -162,8 +147,8 @@ def sums(clean: Clean, x: Operands, s: Tensor, mask: Tensor | None, cols: slice)
     else:
         count = mask.expand(*mask.shape[:-2], *s.shape[-2:]).sum(-1).to(mass.dtype).expand_as(mass)
     moment = None
-    if x.value is not None:
-        moment = _against(weight, x.value)
+    if "value" in x:
+        moment = _against(weight, x["value"])
         if clean.bad_value is not None:
             moment = _poison(moment, clean.bad_value[..., cols, :], mask, s)
     return State(peak, mass, first, spread, count, moment)
@@ -191,10 +176,10 @@ def gradients(
         pull = pull + c * (slope_of_c[..., None] + c * g.second[..., None])
     elif g.first is not None:
         pull = pull + c * g.first[..., None]
-    grad_value: Tensor | None = None
-    if x.value is not None and g.moment is not None:
-        pull = pull + _against(g.moment, x.value.mT)
-        grad_value = _gathered(e, g.moment, x.value.shape)
+    found: Operands = {}
+    if "value" in x and g.moment is not None:
+        pull = pull + _against(g.moment, x["value"].mT)
+        found["value"] = _gathered(e, g.moment, x["value"].shape)
     ds = e * pull
     if g.target is not None and clean.request.target is not None:
         at = clean.request.target[..., rows] - cols.start
@@ -202,68 +187,49 @@ def gradients(
         ds = ds + hit * g.target[..., None]
     if mask is not None:
         ds = torch.where(mask, ds, torch.zeros_like(ds))
-    back = pulled_back(clean, x, ds, slope)
-    return replace(back, value=grad_value)
+    return found | pulled_back(clean, x, ds, slope)
 
 
 def pulled_back(clean: Clean, x: Operands, ds: Tensor, slope: Tensor | None) -> Operands:
     """Gradients of a tile's operands from those of its scores; not of the values, which scores know nothing of."""
-    grad_bias = None if x.bias is None or clean.request.cap_bias else ds.sum_to_size(x.bias.shape)
-    if slope is not None:
-        ds = ds * slope
-    if x.bias is not None and clean.request.cap_bias:
-        grad_bias = ds.sum_to_size(x.bias.shape)
+    query, key, scale = x["query"], x["key"], x["scale"]
+    inner = ds if slope is None else ds * slope  # what reaches the products
+    found: Operands = {}
+    if "bias" in x:
+        found["bias"] = (inner if clean.request.cap_bias else ds).sum_to_size(x["bias"].shape)
     if clean.request.pairs is not None:
-        return replace(_through(clean.request.pairs, x, ds), bias=grad_bias)
-    toward = _against(ds, x.key)  # d / d (scale * query)
-    return Operands(
-        (toward * x.scale[..., None]).sum_to_size(x.query.shape),
-        _gathered(ds, x.query * x.scale[..., None], x.key.shape),
-        None,
-        (toward * x.query).sum(-1).sum_to_size(x.scale.shape),
-        grad_bias,
-    )
+        return found | _through(clean.request.pairs, x, inner)
+    toward = _against(inner, key)  # d / d (scale * query)
+    found["query"] = (toward * scale[..., None]).sum_to_size(query.shape)
+    found["key"] = _gathered(inner, query * scale[..., None], key.shape)
+    found["scale"] = (toward * query).sum(-1).sum_to_size(scale.shape)
+    return found
 
 
 def _through(pairs: Pairs, x: Operands, ds: Tensor) -> Operands:
     """The same through a function of the pairs, by torch's own derivative of it on this tile."""
+    scale = x["scale"]
+    given = {"query": x["query"], "key": x["key"], **pairs.named()}
     with torch.enable_grad():
-        query, key, *own = (t.detach().requires_grad_() for t in (x.query, x.key, *pairs.parameters))
+        query, key, *own = leaves = [t.detach().requires_grad_() for t in given.values()]
         raw = pairs(query, key, own)
-        given = (ds * x.scale[..., None]).sum_to_size(raw.shape)
-        found: tuple[Tensor | None, ...] = (None,) * (2 + len(own))
-        if raw.requires_grad:
-            found = torch.autograd.grad(raw, (query, key, *own), given, allow_unused=True)
-    grad_query, grad_key, *of_own = (
-        torch.zeros_like(t) if g is None else g for g, t in zip(found, (query, key, *own), strict=True)
-    )
-    of_scale = (ds * raw.detach()).sum(-1).sum_to_size(x.scale.shape)
-    return Operands(grad_query, grad_key, None, of_scale, None, tuple(of_own))
+        above = (ds * scale[..., None]).sum_to_size(raw.shape)
+        found = torch.autograd.grad(raw, leaves, above, materialize_grads=True) if raw.requires_grad else None
+    grads = [torch.zeros_like(t) for t in leaves] if found is None else found
+    return {**dict(zip(given, grads, strict=True)), "scale": (ds * raw.detach()).sum(-1).sum_to_size(scale.shape)}
 
 
-class Accumulator:
-    """Gradients of all operands, added up tile by tile in the accumulation dtype; those of a score's own come last."""
+def zeros(request: Request, needs: Sequence[bool]) -> Operands:
+    """What the gradients of all operands are added up in, in the accumulation dtype."""
+    named = zip(request.operands().items(), needs, strict=False)
+    return {name: torch.zeros_like(t, dtype=request.dtype) for (name, t), need in named if need and t is not None}
 
-    def __init__(self, request: Request, needs: Sequence[bool]):
-        r = request
-        own = () if r.pairs is None else r.pairs.parameters
-        self._own = parameter_names(len(own))
-        named = zip((*OPERANDS, *self._own), (r.query, r.key, r.value, r.scale, r.bias, *own), strict=True)
-        self.total: dict[str, Tensor] = {}
-        for (name, tensor), needed in zip(named, needs, strict=False):
-            if needed and tensor is not None:
-                self.total[name] = torch.zeros_like(tensor, dtype=r.dtype)
 
-    def add(self, part: Operands, rows: slice, cols: slice) -> None:
-        pieces = dict(zip(self._own, part.parameters or (), strict=False))
-        for name, total in self.total.items():
-            if name in pieces:
-                total += pieces[name]
-                continue
-            piece = getattr(part, name)
-            if piece is not None:
-                place = view(name, total, rows, cols)
-                place += piece
+def add(total: Operands, part: Operands, rows: slice, cols: slice) -> None:
+    """Add the gradients of a tile."""
+    for name in total.keys() & part.keys():
+        place = view(name, total[name], rows, cols)
+        place += part[name]
 
 
 def view(name: str, tensor: Tensor, rows: slice, cols: slice) -> Tensor:
@@ -274,4 +240,4 @@ def view(name: str, tensor: Tensor, rows: slice, cols: slice) -> Tensor:
         return tensor[..., cols, :]
     if name == "bias":
         return cut(tensor, rows, cols)
-    return tensor if tensor.shape[-1] == 1 else tensor[..., rows]
+    return tensor if tensor.shape[-1] == 1 or name.startswith(PARAMETER) else tensor[..., rows]

@@ -138,10 +138,8 @@ class Operands:
 
     def table(self) -> Tensor:
         """(operands, B) int64: where each batch entry of each operand begins, in elements; 0 for what is absent."""
-        dims = len(self.batch)
-        found = tuple(
-            None if t is None else (tuple(t.shape[:dims]), tuple(t.stride()[:dims])) for t in self.tensors.values()
-        )
+        dims, all_of_them = len(self.batch), self.tensors.values()
+        found = tuple(None if t is None else (tuple(t.shape[:dims]), tuple(t.stride()[:dims])) for t in all_of_them)
         return _table(self.batch, found, self.request.query.device)
 
     def arguments(self) -> Any:
@@ -160,8 +158,7 @@ class Operands:
         """What is constant in a kernel because of this request."""
         r, term = self.request, self.term or Term()
         bias = 0 if r.bias is None else 1 if r.bias.shape[-1] == 1 else 2 if r.bias.shape[-2] == 1 else 3
-        acc = str(r.dtype).removeprefix("torch.")
-        low = str(r.query.dtype).removeprefix("torch.")
+        acc, low = (str(dtype).removeprefix("torch.") for dtype in (r.dtype, r.query.dtype))
         dim, dim_value = r.query.shape[-1], 1 if r.value is None else r.value.shape[-1]
         return {
             "D": dim,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,17 +55,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total[start : start + _BAND] += _wide(a[start : start + _BAND], b)
 
 
-class _RowSums(NamedTuple):
-    peak: Tensor  # (Q,)
-    mass: Tensor  # (Q,), nan where a logit is not finite
-    score: Tensor  # (Q,) of the target
-
-    @property
-    def finite(self) -> bool:
-        return bool((self.mass.isfinite() & self.score.isfinite()).all())
-
-    def __getitem__(self, rows: Any) -> _RowSums:  # type: ignore[override]
-        return _RowSums(*(x[rows] for x in self))
+def _finite(mass: Tensor, score: Tensor) -> bool:
+    return bool((mass.isfinite() & score.isfinite()).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +85,13 @@ class _Loss:
             rows = slice(n * k // chunks, n * (k + 1) // chunks)
             work(rows, _wide(self.query[rows], self.key.t()))
 
-    def empty_rows(self) -> Tensor:
-        return torch.empty_like(self.scale)
+    def empty_sums(self) -> list[Tensor]:
+        """Peak and mass of every row, nan where a logit is not finite, and the target's score."""
+        return [torch.empty_like(self.scale) for _ in range(3)]
 
-    def row_sums(self, logits: Tensor, rows: slice, out: _RowSums) -> None:
+    def row_sums(self, logits: Tensor, rows: slice, out: Sequence[Tensor]) -> None:
         n, K = logits.shape
-        bias, own = self.scale if self.bias is None else self.bias, out[rows]
+        bias, own = self.scale if self.bias is None else self.bias, [x[rows] for x in out]
         _kernels().row_sums[(n,)](
             logits, self.scale[rows], bias, self.target[rows], *own, K, logits.stride(0),
             HAS_BIAS=self.bias is not None, COLUMNS=_ROW_COLUMNS, num_warps=4,
@@ -136,7 +128,7 @@ class _Pull:
         self.loss, self.unit = loss, unit
         self.query = torch.empty_like(loss.query) if need_query else None
         self.key = torch.zeros_like(loss.key, dtype=loss.scale.dtype) if need_key else None
-        self.scale = loss.empty_rows() if need_scale else None
+        self.scale = torch.empty_like(loss.scale) if need_scale else None
         self.bias = torch.zeros_like(loss.bias) if need_bias and loss.bias is not None else None
 
     def add(self, rows: slice, ds: Tensor) -> None:
@@ -182,18 +174,19 @@ def weighted_nll(
     with no_autocast(r.query):
         loss = _Loss.of(r, chunk_bytes)
         by_row = weight.to(r.dtype).expand(r.n_query)
-        sums, pull = _RowSums(*(loss.empty_rows() for _ in range(3))), _Pull(loss, needs)
+        peak, mass, score = sums = loss.empty_sums()
+        pull = _Pull(loss, needs)
 
         def work(rows: slice, logits: Tensor) -> None:
             loss.row_sums(logits, rows, sums)
             if any(needs):
                 g = by_row[rows]
-                pull.add(rows, loss.gradient(logits, rows, sums.peak[rows], g / sums.mass[rows], -g))
+                pull.add(rows, loss.gradient(logits, rows, peak[rows], g / mass[rows], -g))
 
         loss.each_chunk(work)
-        if not sums.finite:
+        if not _finite(mass, score):
             return None
-        return sums.mass.log() + (sums.peak - sums.score), pull.by_name(r)
+        return mass.log() + (peak - score), pull.by_name(r)
 
 
 def both_ways(request: Request, *, chunk_bytes: int = _CHUNK_BYTES) -> tuple[Sums, Sums] | None:
@@ -201,20 +194,18 @@ def both_ways(request: Request, *, chunk_bytes: int = _CHUNK_BYTES) -> tuple[Sum
     r = request
     with no_autocast(r.query):
         loss = _Loss.of(r, chunk_bytes)
-        sums = _RowSums(*(loss.empty_rows() for _ in range(3)))
-        peak = torch.full_like(sums.peak, -torch.inf)
-        mass = torch.zeros_like(sums.mass)
+        peak, mass, score = sums = loss.empty_sums()
+        columns = torch.full_like(peak, -torch.inf), torch.zeros_like(mass)
 
         def work(rows: slice, logits: Tensor) -> None:
             loss.row_sums(logits, rows, sums)
-            loss.column_sums(logits, peak, mass)
+            loss.column_sums(logits, *columns)
 
         loss.each_chunk(work)
-        if not sums.finite:
+        if not _finite(mass, score):
             return None
         count = torch.full_like(mass, r.n_key)
-        rows, columns = (Sums(p, m, count, target_score=sums.score) for p, m in ((sums.peak, sums.mass), (peak, mass)))
-        return rows, columns
+        return Sums(peak, mass, count, target_score=score), Sums(*columns, count, target_score=score)
 
 
 def both_ways_backward(

@@ -28,11 +28,6 @@ def _nothing(request: Request) -> bool:
     return 0 in sizes or (request.value is not None and request.value.shape[-1] == 0)
 
 
-def _width(request: Request) -> int:
-    """The larger of the padded dimensions of key and value: what the resources of a tile depend on."""
-    return padded(max(request.query.shape[-1], 1 if request.value is None else request.value.shape[-1]))
-
-
 def _crowded(request: Request, term: Term | None) -> bool:
     """Whether a tile of scores needs more per score than intervals."""
     r = request
@@ -60,7 +55,8 @@ def _folded(request: Request) -> Sums:
 def _forward(r: Request) -> Sums:
     rows, device = (*r.batch, r.n_query), r.query.device
     level = r.level
-    aimed, ranked, width = r.target is not None, r.rank and r.target is not None, _width(r)
+    aimed, ranked = r.target is not None, r.rank and r.target is not None
+    width = padded(max(r.query.shape[-1], 1 if r.value is None else r.value.shape[-1]))
     exact = in_exact_rows()  # then no tile and no split depends on how many rows or programs there are
     few = r.n_query <= FEW and not exact
     term = one_term(r)
@@ -129,11 +125,7 @@ def fold(request: Request) -> Request | None:
     def turned(tensor: Tensor | None, tail: int) -> Any:
         return None if tensor is None else tensor.transpose(-1 - tail, -tail)
 
-    def by_slot(slot: str, tensor: Tensor) -> Tensor:
-        found: Tensor = tensor if slot == "key_segment" else turned(tensor, TAIL[slot])
-        return found
-
-    terms = tuple(term.each(by_slot) for term in r.terms)
+    terms = tuple(term.each(lambda slot, t: t if slot == "key_segment" else turned(t, TAIL[slot])) for term in r.terms)
     bias, target = turned(r.bias, 2), turned(r.target, 1)
     query, scale = r.query.transpose(-3, -2), r.scale.transpose(-2, -1)
     return replace(r, query=query, scale=scale, bias=bias, target=target, terms=terms, as_query=False)
@@ -141,11 +133,8 @@ def fold(request: Request) -> Request | None:
 
 def unfold(sums: Sums) -> Sums:
     """The rows of a folded request as heads again."""
-    by_value = ("moment", "mean")
-    made: dict[str, Any] = {
-        name: x if x is None else x.transpose(-3, -2) if name in by_value else x.transpose(-2, -1)
-        for name, x in sums._asdict().items()
-    }
+    at = {"moment": (-3, -2), "mean": (-3, -2)}
+    made = {name: x.transpose(*at.get(name, (-2, -1))) for name, x in sums._asdict().items() if x is not None}
     return Sums(**made)
 
 
@@ -187,10 +176,6 @@ def _boost(g: SumGrads) -> Tensor:
     return torch.where(top.isfinite() & (top > 0), torch.exp2(-power), torch.ones_like(top))
 
 
-def _times(g: SumGrads, factor: Tensor) -> SumGrads:
-    return SumGrads(*[None if x is None else x * factor for x in g])  # type: ignore[arg-type]
-
-
 def _row_bounds(term: Term, n_query: int, n_key: int, batch: tuple[int, ...], shape: Tile) -> Tensor:
     """(*batch, key tiles, 2) int32: the first row, and the row after the last, that may see a key of a tile."""
     known = term.start if term.start is not None else term.stop
@@ -226,17 +211,11 @@ def _backward(r: Request, peak: Tensor, g: SumGrads, needs: Sequence[bool]) -> d
     valued, aimed = g.moment is not None, g.target is not None and r.target is not None
     switches = given.switches() | {"LEVEL": g.level, "VALUE": valued, "TARGET": aimed}
     boost = _boost(g) if r.query.dtype == torch.float16 else None
-    g = g if boost is None else _times(g, boost)
-    upstream = named(
-        peak=peak.contiguous(),
-        mass=g.mass.contiguous(),
-        first=None if g.first is None else g.first.contiguous(),
-        second=None if g.second is None else g.second.contiguous(),
-        # a factor of products, as the others are: rounded once, and not for every tile that reads it
-        moment=None if g.moment is None else g.moment.to(r.query.dtype).contiguous(),
-        target=None if not aimed or g.target is None else g.target.contiguous(),
-    )
-    arguments = {"o": given.arguments(), "g": upstream}
+    g = g if boost is None else SumGrads(*[None if x is None else x * boost for x in g])  # type: ignore[arg-type]
+    # the moment is a factor of products, as the others are: rounded once, and not for every tile that reads it
+    g = g._replace(target=g.target if aimed else None, moment=None if g.moment is None else g.moment.to(r.query.dtype))
+    upstream = {name: None if x is None else x.contiguous() for name, x in g._asdict().items()}
+    arguments = {"o": given.arguments(), "g": named(peak=peak.contiguous(), **upstream)}
     target = target_of(device)
     dim = max(switches["BLOCK_D"], switches["BLOCK_V"] if valued else 0)
     made: dict[str, Tensor] = {}
@@ -275,23 +254,23 @@ def _backward(r: Request, peak: Tensor, g: SumGrads, needs: Sequence[bool]) -> d
             r.value.shape[:-2] if r.value is not None and valued else (),
             bias.shape[:-2] if bias is not None and by_key and "bias" in wanted else (),
         )
-        members = given.members(shared)
+        table = given.members(shared)
         bounded = switches["START"] or switches["STOP"]
         outputs = {
             "key_out": empty("key", *shared, K, r.key.shape[-1]),
             "value_out": empty("value", *shared, K, switches["V"]) if valued else None,
             "bias_out": empty("bias", *shared, 1, K) if by_key else None,
-            "members": members,
-            "n_members": members.shape[1],
+            "members": table,
+            "n_members": table.shape[1],
             "bounds": _row_bounds(given.term, r.n_query, K, batch, shape) if bounded and given.term else None,
         }
-        launch("keys", K, members.shape[0], shape, outputs)
+        launch("keys", K, table.shape[0], shape, outputs)
     if bias is not None and "bias" in wanted and not by_row and not by_key:
         shape = shaped("backward_pairs")
-        members = given.members(tuple(bias.shape[:-2]))
+        table = given.members(tuple(bias.shape[:-2]))
         out = empty("bias", *bias.shape[:-2], r.n_query, K)
-        programs = -(-r.n_query // shape.rows) * -(-K // shape.keys) * members.shape[0]
-        all_of_it = arguments | {"bias_out": out, "members": members, "n_members": members.shape[1]}
+        programs = -(-r.n_query // shape.rows) * -(-K // shape.keys) * table.shape[0]
+        all_of_it = arguments | {"bias_out": out, "members": table, "n_members": table.shape[1]}
         constant = switches | {"BLOCK_M": shape.rows, "BLOCK_N": shape.keys}
         Launch("backward.pairs", programs, all_of_it, constant, shape).run(device)
     for name in wanted - made.keys():  # a value that nothing flows back from
