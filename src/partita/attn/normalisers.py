@@ -22,6 +22,7 @@ from partita._checks import (
     finite,
 )
 from partita.attn.problem import Problem, sink_per_row
+from partita.engine.dispatch import scores as all_scores
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.precision import accumulation_dtype, output_dtype
 from partita.recompute import by_rows, row_blocks
@@ -66,8 +67,7 @@ def sigmoid_attention(
 
     offset: a number, one per head (heads,), or broadcastable to the rows (..., n_query); it may be learned.
     """
-    problem = Problem.of(query, key, **options).resolved()
-    problem.check(value)
+    problem = Problem.of(query, key, **options).ready(value)
     given = None if offset is None else _offset(offset, problem, value)
 
     def weigh(scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
@@ -106,8 +106,7 @@ def l1_attention(
     def weigh(scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
         return torch.where(scores.isneginf(), 0.0, scores.abs())
 
-    problem = Problem.of(query, key, **options).resolved()
-    problem.check(value)
+    problem = Problem.of(query, key, **options).ready(value)
     out, stats = _weighed(problem, value, weigh, normalise=True)
     return (out, stats) if return_stats else out
 
@@ -117,7 +116,8 @@ def _weighed(problem: Problem, value: Tensor, weigh: Weigh, *, normalise: bool) 
     values = problem.spread(value)
 
     def run(rows: slice) -> tuple[Tensor, ...]:
-        scores = problem.scores(rows)
+        request = problem.part(rows).gibbs().request()
+        scores = request.ungroup(all_scores(request), 1)  # float32 or better, -inf where a key is hidden
         visible = (~scores.isneginf()).sum(-1)
         weight = weigh(scores, visible[..., None], rows)
         share, stats = _statistics(weight, visible)

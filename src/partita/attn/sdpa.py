@@ -139,15 +139,14 @@ def finish(
 
 def _with_dropout(problem: Problem, value: Tensor, p: float) -> State:
     """The state of all keys, whose moment has lost the dropped values and makes up for them on average."""
-    problem.check(value)
-    problem = problem.resolved()
+    problem = problem.ready(value)
     batch = problem.batch(value)
     seed = draw_seed(value.device)
 
     def run(rows: slice) -> State:
         kept = _mask((*batch, rows.stop - rows.start, problem.n_key), p, seed, rows.start, value.device)
-        loud = problem.rows(rows, supports.mask(kept)).state(value)
-        silent = problem.rows(rows, supports.mask(~kept)).state()
+        loud = problem.part(rows, also=supports.mask(kept)).gibbs().state(value)
+        silent = problem.part(rows, also=supports.mask(~kept)).gibbs().state()
         assert loud.moment is not None
         whole = loud.merge(replace(silent, moment=torch.zeros_like(loud.moment)))
         assert whole.moment is not None
