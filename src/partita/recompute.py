@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from partita.engine import State
 
-__all__ = ["by_rows", "in_row_blocks", "row_blocks", "states_by_rows"]
+__all__ = ["by_rows", "in_row_blocks", "row_blocks", "slices", "states_by_rows"]
 
 _CELLS = 1 << 22  # pairs in a block, over all heads
 _FEWEST = 64  # rows: smaller blocks would spend their time starting
@@ -45,10 +45,11 @@ def in_row_blocks(
 
 def row_blocks(n_query: int, n_key: int, batch: Sequence[int]) -> list[slice]:
     """Blocks of rows with about `_CELLS` pairs each."""
-    return _slices(n_query, max(_FEWEST, _CELLS // max(1, n_key * math.prod(batch))))
+    return slices(n_query, max(_FEWEST, _CELLS // max(1, n_key * math.prod(batch))))
 
 
-def _slices(n: int, step: int) -> list[slice]:
+def slices(n: int, step: int) -> list[slice]:
+    """n rows or keys in blocks of `step`; one block while tracing: nothing can be cut by size there."""
     if torch.compiler.is_compiling() or n <= step:
         return [slice(0, n)]
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]

@@ -124,7 +124,10 @@ class Problem:
     def gibbs(self) -> Gibbs:
         """The distribution of all rows; a rule is written out."""
         bias = self.bias if self.rule is None else self._tile(slice(0, self.n_query), slice(0, self.n_key))
-        return self._gibbs(bias)
+        return Gibbs(
+            self.query, self.key, scale=self.scale, bias=bias, support=self.support, softcap=self.softcap,
+            grouped=self.grouped, score=self.score,
+        )  # fmt: skip
 
     def resolved(self) -> Problem:
         """The policy replaced by the scale it gives each row, so that some rows can be taken alone."""
@@ -133,7 +136,7 @@ class Problem:
         if self.rule is not None and isinstance(self.scale, TargetEntropy):  # the rule exists for a block at a time
             solved = by_rows(lambda rows: (cast("Tensor", self.part(rows).gibbs().scale),), self.blocks(), (0,))
             return replace(self, scale=solved[0])
-        whole = self._gibbs(self.bias)
+        whole = replace(self, rule=None).gibbs()
         return replace(self, scale=whole.scale, support=whole.support, bias=whole.bias)
 
     def ready(self, value: Tensor) -> Problem:
@@ -171,12 +174,6 @@ class Problem:
             return bias
         made = self.rule.rows(rows, self.n_query, self.n_key, self.query.detach())[..., keys]
         return made if bias is None else bias + made
-
-    def _gibbs(self, bias: Tensor | None) -> Gibbs:
-        return Gibbs(
-            self.query, self.key, scale=self.scale, bias=bias, support=self.support, softcap=self.softcap,
-            grouped=self.grouped, score=self.score,
-        )  # fmt: skip
 
     def spread(self, value: Tensor) -> Tensor:
         """One value per query head."""

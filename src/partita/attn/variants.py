@@ -20,7 +20,7 @@ from partita.engine import State, Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.precision import accumulation_dtype, finest, no_autocast, product
-from partita.recompute import by_rows
+from partita.recompute import by_rows, slices
 from partita.scale import Policy, TargetEntropy
 from partita.score import Score
 
@@ -147,11 +147,7 @@ def blockwise_attention(
     """
     check_whole("block", block, least=1)
     problem = Problem.of(query, key, **options).ready(value)
-    n = problem.n_key
-    if torch.compiler.is_compiling():  # nothing can be cut by size: one block holds all keys
-        parts = [slice(0, n)]
-    else:
-        parts = [slice(i, min(i + block, n)) for i in range(0, max(1, n), block)]
+    parts = slices(problem.n_key, block)
     states = [problem.part(keys=part).gibbs().state(value[..., part, :]) for part in parts]
     return finish(functools.reduce(State.merge, states), value, None, return_stats)
 
