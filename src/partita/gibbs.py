@@ -380,11 +380,7 @@ class Gibbs:
 
     def _of_target(self, target: Tensor, read: Callable[[Sums], Tensor], ignored: int) -> Tensor:
         """What a pass with a target gives, for one or K keys per row; `ignored` where the target is -100."""
-        if (
-            isinstance(target, Tensor)
-            and target.dim() == self.query.dim()
-            and target.shape[:-1] == self.query.shape[:-1]
-        ):
+        if isinstance(target, Tensor) and target.shape[:-1] == self.query.shape[:-1]:
             return self._of_target(target.movedim(-1, 0), read, ignored).movedim(0, -1)
         try:
             if not isinstance(target, Tensor) or has_values(target):
@@ -414,9 +410,7 @@ class Gibbs:
         check_whole("k", k, least=0)
         request = self.request()
         score, index = top(request, k)
-        parameters = () if request.pairs is None else request.pairs.parameters
-        given = (request.query, request.key, self.bias, self.scale, *parameters)
-        if torch.is_grad_enabled() and [1 for t in given if isinstance(t, Tensor) and t.requires_grad]:
+        if torch.is_grad_enabled() and [1 for t in request.tensors() if t is not None and t.requires_grad]:
             score = chosen_scores(request, index)
         return request.ungroup(score, 1), request.ungroup(index, 1)
 
