@@ -116,7 +116,7 @@ def _weighed(
     values = problem.spread(value)
 
     def run(rows: slice) -> tuple[Tensor, ...]:
-        request = problem.part(rows).gibbs().request()
+        request = problem.rows(rows).gibbs().request()
         scores = request.ungroup(all_scores(request), 1)  # float32 or better, -inf where a key is hidden
         visible = (~scores.isneginf()).sum(-1)
         weight = weigh(scores, visible[..., None], rows)

@@ -123,7 +123,7 @@ class Problem:
 
     def gibbs(self) -> Gibbs:
         """The distribution of all rows; a rule is written out."""
-        bias = self.bias if self.rule is None else self._tile(slice(0, self.n_query), slice(0, self.n_key))
+        bias = self.bias if self.rule is None else self._tile(slice(0, self.n_query), slice(None))
         return Gibbs(
             self.query, self.key, scale=self.scale, bias=bias, support=self.support, softcap=self.softcap,
             grouped=self.grouped, score=self.score,
@@ -134,7 +134,7 @@ class Problem:
         if not isinstance(self.scale, Policy):
             return self
         if self.rule is not None and isinstance(self.scale, TargetEntropy):  # the rule exists for a block at a time
-            solved = by_rows(lambda rows: (cast("Tensor", self.part(rows).gibbs().scale),), self.blocks(), (0,))
+            solved = by_rows(lambda rows: (cast("Tensor", self.rows(rows).gibbs().scale),), self.blocks(), (0,))
             return replace(self, scale=solved[0])
         whole = replace(self, rule=None).gibbs()
         return replace(self, scale=whole.scale, support=whole.support, bias=whole.bias)
@@ -152,20 +152,28 @@ class Problem:
         """The state of all rows of a resolved problem, a block at a time where a rule adds to their scores."""
         if self.rule is None:
             return self.gibbs().state(value)
-        return states_by_rows(lambda rows: self.part(rows).state(value), self.blocks(value))
+        return states_by_rows(lambda rows: self.rows(rows).state(value), self.blocks(value))
 
-    def part(self, rows: slice | None = None, keys: slice | None = None, also: Support | None = None) -> Problem:
-        """A block of rows or of keys of a resolved problem, a rule written out, over the keys that `also` shows."""
-        rows, keys = slice(0, self.n_query) if rows is None else rows, slice(0, self.n_key) if keys is None else keys
+    # Rows and keys are cut by a method each: a graph that compares a slice with None is bound to its numbers.
+
+    def rows(self, rows: slice, also: Support | None = None) -> Problem:
+        """A block of rows of a resolved problem, its rule written out, over the keys that `also` shows."""
         scale, support = self.scale, self.support
         if isinstance(scale, Tensor) and scale.dim() and scale.shape[-1] != 1:
             scale = scale[..., rows]
-        if support is not None and (rows.start, rows.stop, keys.start, keys.stop) != (0, self.n_query, 0, self.n_key):
-            support = _Cut(support, self.n_query, self.n_key, rows, keys)
-        return replace(
-            self, query=self.query[..., rows, :], key=self.key[..., keys, :], scale=scale, bias=self._tile(rows, keys),
-            support=support if also is None else both(support, also), rule=None,
-        )  # fmt: skip
+        if support is not None and (rows.start, rows.stop) != (0, self.n_query):
+            support = _Cut(support, self.n_query, self.n_key, rows=rows)
+        support = support if also is None else both(support, also)
+        query, bias = self.query[..., rows, :], self._tile(rows, slice(None))
+        return replace(self, query=query, scale=scale, bias=bias, support=support, rule=None)
+
+    def keys(self, keys: slice) -> Problem:
+        """All rows of a resolved problem over a block of its keys, its rule written out."""
+        support = self.support
+        if support is not None and (keys.start, keys.stop) != (0, self.n_key):
+            support = _Cut(support, self.n_query, self.n_key, keys=keys)
+        key, bias = self.key[..., keys, :], self._tile(slice(0, self.n_query), keys)
+        return replace(self, key=key, bias=bias, support=support, rule=None)
 
     def _tile(self, rows: slice, keys: slice) -> Tensor | None:
         """What is added to the scores of these rows and keys."""
@@ -197,12 +205,14 @@ class _Cut(Support):
     whole: Support
     n_query: int
     n_key: int
-    rows: slice
-    keys: slice
+    rows: slice | None = None
+    keys: slice | None = None
 
     def bind(self, n_query: int, n_key: int, batch: Sequence[int], device: torch.device) -> tuple[Term, ...]:
         terms = self.whole.bind(self.n_query, self.n_key, batch, device)
-        return tuple(term.rows(self.rows).keys(self.keys) for term in terms)
+        if self.rows is not None:
+            terms = tuple(term.rows(self.rows) for term in terms)
+        return terms if self.keys is None else tuple(term.keys(self.keys) for term in terms)
 
 
 def both(a: Support | None, b: Support) -> Support:

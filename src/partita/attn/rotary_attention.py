@@ -141,12 +141,12 @@ def _parts(problem: Problem, rope: RopeFrequencies, where: int | Tensor) -> Iter
         behind, beyond = min(max(where + n_query - 1 - reach, 0), n_key), min(where + reach + 1, n_key)
     # a part of no keys adds nothing; the nearest one is always there, so that there is a state
     cut = slice(first, max(last, first))
-    part = replace(problem, support=both(problem.support, near)).part(keys=cut)
+    part = replace(problem, support=both(problem.support, near)).keys(cut)
     k = rope(part.key, torch.arange(cut.start, cut.stop, device=query.device))
     yield replace(part, query=rope(query, own), key=k).gibbs(), cut
     for side, cut, distance in ((back, slice(0, behind), reach), (ahead, slice(beyond, n_key), -reach)):
         if torch.compiler.is_compiling() or cut.stop > cut.start:
-            part = replace(problem, support=both(problem.support, side)).part(keys=cut)
+            part = replace(problem, support=both(problem.support, side)).keys(cut)
             k = part.key if rope.amplitude == 1.0 else part.key * rope.amplitude
             yield replace(part, query=rope.by(query, distance), key=k).gibbs(), cut
 

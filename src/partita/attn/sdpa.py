@@ -145,8 +145,8 @@ def _with_dropout(problem: Problem, value: Tensor, p: float) -> State:
 
     def run(rows: slice) -> State:
         kept = _mask((*batch, rows.stop - rows.start, problem.n_key), p, seed, rows.start, value.device)
-        loud = problem.part(rows, also=supports.mask(kept)).gibbs().state(value)
-        silent = problem.part(rows, also=supports.mask(~kept)).gibbs().state()
+        loud = problem.rows(rows, also=supports.mask(kept)).gibbs().state(value)
+        silent = problem.rows(rows, also=supports.mask(~kept)).gibbs().state()
         assert loud.moment is not None
         whole = loud.merge(replace(silent, moment=torch.zeros_like(loud.moment)))
         assert whole.moment is not None

@@ -130,7 +130,7 @@ def gumbel_attention(
     sharp = replace(problem, scale=problem.scale / temperature, bias=bias, rule=noisy)
     if not hard:
         return sharp.state(value).expectation().to(value.dtype)
-    return by_rows(lambda rows: (_hard(sharp.part(rows), value),), sharp.blocks(value), (1,))[0]
+    return by_rows(lambda rows: (_hard(sharp.rows(rows), value),), sharp.blocks(value), (1,))[0]
 
 
 # ---- keys in blocks --------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def blockwise_attention(
     check_whole("block", block, least=1)
     problem = Problem.of(query, key, **options).ready(value)
     parts = slices(problem.n_key, block)
-    states = [problem.part(keys=part).gibbs().state(value[..., part, :]) for part in parts]
+    states = [problem.keys(part).gibbs().state(value[..., part, :]) for part in parts]
     return finish(functools.reduce(State.merge, states), value, None, return_stats)
 
 
