@@ -15,41 +15,12 @@ from torch import Tensor
 from partita.errors import DeviceError, DtypeError, ShapeError, TargetError, ValueRangeError
 
 __all__ = [
-    "Reduction",
-    "broadcast",
-    "broadcast_batch",
-    "check_bias",
-    "check_bool",
-    "check_classes",
-    "check_classwise",
-    "check_device",
-    "check_float",
-    "check_heads",
-    "check_index_dtype",
-    "check_kind",
-    "check_matrix",
-    "check_no_generator",
-    "check_number",
-    "check_pair",
-    "check_positions",
-    "check_positive",
-    "check_reduction",
-    "check_rows",
-    "check_target",
-    "check_value",
-    "check_whole",
-    "concrete",
-    "cure_of_mask",
-    "expands",
-    "finite",
-    "has_values",
-    "number",
-    "require",
-    "shape_text",
-    "validate",
-    "within",
-]
-
+    "Reduction", "broadcast", "broadcast_batch", "check_bias", "check_bool", "check_classes", "check_classwise",
+    "check_device", "check_float", "check_heads", "check_index_dtype", "check_kind", "check_matrix",
+    "check_no_generator", "check_number", "check_pair", "check_positions", "check_positive", "check_reduction",
+    "check_rows", "check_target", "check_value", "check_whole", "concrete", "cure_of_mask", "expands", "finite",
+    "has_values", "number", "require", "shape_text", "validate", "within",
+]  # fmt: skip
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -358,8 +329,7 @@ def check_positions(n_query: int, n_key: int) -> None:
 
 
 def check_positive(name: str, number: float, *, zero: bool = False) -> None:
-    real = finite(number) if isinstance(number, float) else _is_number(number)
-    if not (real and (number >= 0 if zero else number > 0)):
+    if not (_is_number(number) and (number >= 0 if zero else number > 0)):
         kind = "not negative" if zero else "positive"
         raise ValueRangeError(f"{name} must be a finite number, {kind}; got {number!r}.")
 

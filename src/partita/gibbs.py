@@ -50,19 +50,20 @@ __all__ = ["Gibbs", "explain", "sharper"]
 _IGNORED = -100  # a target that is none, as torch's cross entropy has it
 
 
-class _Known(dict[str, tuple[tuple[object, ...], Sums]]):
-    """Finished passes by what they read; a class of its own because a plain dict cannot be referred to weakly."""
-
-    target: Tensor | None = None  # the one the "target" pass has read
-    request: tuple[tuple[object, ...], Request] | None = None
-    features: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
-    scale: float | Tensor = 1.0
+class _Known(dict[str, tuple[Any, tuple[object, ...], Tensor | None]]):
+    """What was made, the stamp it was made at, and the target it has read, by name; a dict that can be weakly held."""
 
     def forget_after(self, node: Any) -> None:
         """Once a backward has run through a pass its graph may be gone: the next read starts a new one."""
         if node is not None:
             own = weakref.ref(self)  # or the graph and this object would keep each other alive
-            node.register_prehook(lambda _: _forget(own))
+
+            def forget(_: object) -> None:
+                known = own()
+                if known is not None:
+                    known.clear()
+
+            node.register_prehook(forget)
 
 
 class Gibbs:
@@ -122,22 +123,22 @@ class Gibbs:
     @property
     def scale(self) -> float | Tensor:
         """The scale of each row: a policy's answer, or what was given."""
-        self.request()
-        return self._known.scale
+        return self._ready()[1]
 
     def _resolve(self, policy: Policy) -> Tensor:
         unscaled = self._build(1.0)  # what else is wrong is said before a policy computes
-        if isinstance(policy, TargetEntropy):
-            if self.softcap is not None:
-                raise ValueRangeError("TargetEntropy takes no softcap: it solves for the scale of plain scores.")
-            if self.bias is not None and only_hides(self.bias):
-                self.support, self.bias = as_mask(self.bias, self.support), None
-            entropy = policy.target(_visible(self._build(1.0)))
-            given: Any = {"support": self.support, "bias": self.bias, "grouped": self.grouped, "score": self.score}
-            solved = solve_scale(self.query, self.key, entropy=entropy, **given)
-            assert isinstance(solved, Tensor)
-            return solved
-        return policy(_visible(unscaled), self.query.shape[-1], self.query)
+        if not isinstance(policy, TargetEntropy):
+            return policy(unscaled.ungroup(unscaled.visible()), self.query.shape[-1], self.query)
+        if self.softcap is not None:
+            raise ValueRangeError("TargetEntropy takes no softcap: it solves for the scale of plain scores.")
+        if self.bias is not None and only_hides(self.bias):
+            self.support, self.bias = as_mask(self.bias, self.support), None
+            unscaled = self._build(1.0)
+        entropy = policy.target(unscaled.ungroup(unscaled.visible()))
+        given: Any = {"support": self.support, "bias": self.bias, "grouped": self.grouped, "score": self.score}
+        solved = solve_scale(self.query, self.key, entropy=entropy, **given)
+        assert isinstance(solved, Tensor)
+        return solved
 
     # ---- the pass --------------------------------------------------------------------------------------------------
 
@@ -148,13 +149,13 @@ class Gibbs:
         check_pair(self.query, self.key, alike=False)
         if torch.compiler.is_compiling():
             return compared(self.score, self.query, self.key)
-        known = self._known.features
-        if known is None or known[0] != self._stamp():
+        made: tuple[Tensor, Tensor] | None = self._remembered("features")
+        if made is None:
             made = compared(self.score, self.query, self.key)
-            self._known.features = known = self._stamp(), made
+            self._remember("features", made)
             for x in made:
                 self._known.forget_after(x.grad_fn)
-        return known[1]
+        return made
 
     def _build(
         self, scale: float | Tensor, value: Tensor | None = None, target: Tensor | None = None, **reads: Unpack[Reads]
@@ -167,14 +168,18 @@ class Gibbs:
 
     def request(self) -> Request:
         """The request to the engine, without a value or a target; renewed like a pass."""
-        known = self._known.request
-        if known is not None and (torch.compiler.is_compiling() or known[0] == self._stamp()):
-            return known[1]
-        given = self._given
-        self._known.scale = self._resolve(given) if isinstance(given, Policy) else given
-        request = self._build(self._known.scale)
-        self._known.request = (() if torch.compiler.is_compiling() else self._stamp(), request)
-        return request
+        return self._ready()[0]
+
+    def _ready(self) -> tuple[Request, float | Tensor]:
+        """The request, and the scale of its rows; a graph, which has no versions to compare, keeps the first one."""
+        compiling = torch.compiler.is_compiling()
+        found: tuple[Request, float | Tensor] | None
+        found = self._known["request"][0] if compiling and "request" in self._known else self._remembered("request")
+        if found is None:
+            scale = self._resolve(self._given) if isinstance(self._given, Policy) else self._given
+            found = self._build(scale), scale
+            self._known["request"] = found, () if compiling else self._stamp(), None
+        return found
 
     def _stamp(self, target: Tensor | None = None) -> tuple[object, ...]:
         """What a cached pass depends on as well as this object: the grad mode, and whether a tensor was written to."""
@@ -194,13 +199,12 @@ class Gibbs:
         mean: E[value] in place of the moment it comes from.
         argmax: the first key of the largest score.
         """
-        ready = self.request()
-        request = self._build(self._known.scale, value, target, **reads)
+        request = self.asking(value, target, **reads)
         sums = execute(request)
         if not torch.compiler.is_compiling():
             self._known.forget_after(sums.node)
             # a value or a target may bring batch dimensions of its own
-            if (value is None and target is None) or request.batch == ready.batch:
+            if (value is None and target is None) or request.batch == self.request().batch:
                 if request.argmax:
                     self._remember("argmax", sums)
                 if request.statistics and request.variance:
@@ -211,28 +215,19 @@ class Gibbs:
 
     def asking(self, value: Tensor | None = None, target: Tensor | None = None, **reads: Unpack[Reads]) -> Request:
         """The request with a value or a target, and with what is read."""
-        self.request()  # the scale of a policy is found once
-        return self._build(self._known.scale, value, target, **reads)
+        return self._build(self._ready()[1], value, target, **reads)
 
-    def _remember(self, name: str, sums: Sums, target: Tensor | None = None) -> None:
-        """Keep a pass for `_remembered`, with the target it has read."""
-        self._known[name] = (self._stamp(target), sums)
-        if target is not None:
-            self._known.target = target
+    def _remember(self, name: str, made: object, target: Tensor | None = None) -> None:
+        self._known[name] = made, self._stamp(target), target
 
-    def _remembered(self, name: str, target: Tensor | None = None) -> Sums | None:
-        """The last pass of this name, unless something it read has changed since, or its graph is gone."""
-        last = self._known.get(name)
-        if last is None or (target is not None and self._known.target is not target):
-            return None
-        return last[1] if last[0] == self._stamp(target) else None
-
-    def _pass(self) -> Sums:
-        found = self._remembered("rows")
-        return self.reduce() if found is None else found
+    def _remembered(self, name: str, target: Tensor | None = None) -> Any:
+        """What was last made of this name, unless something it read has changed since, or its graph is gone."""
+        made, stamp, read = self._known.get(name, (None, (), None))
+        return made if made is not None and read is target and stamp == self._stamp(target) else None
 
     def _rows(self) -> State:
-        return self._pass().state
+        found: Sums | None = self._remembered("rows")
+        return (self.reduce() if found is None else found).state
 
     # ---- row statistics --------------------------------------------------------------------------------------------
 
@@ -262,7 +257,7 @@ class Gibbs:
         >>> Gibbs(torch.ones(1, 1), torch.tensor([[2.0], [3.0], [3.0], [1.0]])).argmax()
         tensor([1])
         """
-        found = self._remembered("argmax") or self._remembered("rows")
+        found: Sums | None = self._remembered("argmax") or self._remembered("rows")
         if found is None:
             found = self.reduce(argmax=True)
         elif found.argmax is None:  # the rows are known: everything else is left out
@@ -364,7 +359,7 @@ class Gibbs:
 
         weight: broadcasts to the rows (..., n_query); 1 unless given.
         """
-        request, rows = self.request(), self._pass()
+        request, rows = self.request(), self._rows()
         peak, mass = rows.peak, rows.mass.detach()
         if weight is None:
             weight = torch.ones_like(mass)
@@ -385,11 +380,7 @@ class Gibbs:
 
     def _of_target(self, target: Tensor, read: Callable[[Sums], Tensor], ignored: int) -> Tensor:
         """What a pass with a target gives, for one or K keys per row; `ignored` where the target is -100."""
-        if (
-            isinstance(target, Tensor)
-            and target.dim() == self.query.dim()
-            and target.shape[:-1] == self.query.shape[:-1]
-        ):
+        if isinstance(target, Tensor) and target.shape[:-1] == self.query.shape[:-1]:
             return self._of_target(target.movedim(-1, 0), read, ignored).movedim(0, -1)
         try:
             if not isinstance(target, Tensor) or has_values(target):
@@ -404,7 +395,7 @@ class Gibbs:
         """The pass that reads this target, its rank included; the last one is remembered."""
         if target is None:
             check_index_dtype("target", target)
-        found = self._remembered("target", target)
+        found: Sums | None = self._remembered("target", target)
         return self.reduce(target=target, rank=True) if found is None else found
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:  # (..., n_query) int64
@@ -419,9 +410,7 @@ class Gibbs:
         check_whole("k", k, least=0)
         request = self.request()
         score, index = top(request, k)
-        parameters = () if request.pairs is None else request.pairs.parameters
-        given = (request.query, request.key, self.bias, self.scale, *parameters)
-        if torch.is_grad_enabled() and [1 for t in given if isinstance(t, Tensor) and t.requires_grad]:
+        if torch.is_grad_enabled() and [1 for t in request.tensors() if t is not None and t.requires_grad]:
             score = chosen_scores(request, index)
         return request.ungroup(score, 1), request.ungroup(index, 1)
 
@@ -474,17 +463,13 @@ def sharper(gibbs: Gibbs, factor: float) -> Gibbs:
     >>> sharper(Gibbs(torch.ones(1, 1), torch.tensor([[3.0], [1.0]]).log()), 2.0).probs()  # 9 to 1
     tensor([[0.9000, 0.1000]])
     """
+    p = gibbs
+    bias = None if p.bias is None else factor * p.bias
+    softcap = None if p.softcap is None else factor * p.softcap
     return Gibbs(
-        gibbs.query,
-        gibbs.key,
-        scale=factor * gibbs.scale,
-        bias=None if gibbs.bias is None else factor * gibbs.bias,
-        support=gibbs.support,
-        softcap=None if gibbs.softcap is None else factor * gibbs.softcap,
-        grouped=gibbs.grouped,
-        cap_bias=gibbs.cap_bias,
-        score=gibbs.score,
-    )
+        p.query, p.key, scale=factor * p.scale, bias=bias, support=p.support, softcap=softcap, grouped=p.grouped,
+        cap_bias=p.cap_bias, score=p.score,
+    )  # fmt: skip
 
 
 def _rank(sums: Sums) -> Tensor:
@@ -512,10 +497,6 @@ def explain(gibbs: Gibbs) -> Explanation:
     return Explanation(explain_request(gibbs.request()))
 
 
-def _visible(request: Request) -> Tensor:  # (*b, heads, Q), as the query has its heads
-    return request.ungroup(request.visible())
-
-
 def _check_sharpens(query: Tensor, bias: Tensor | None, scale: object) -> None:
     """A scale multiplies <query, key> and not the bias: where all scores came as a bias it would do nothing."""
     nothing = isinstance(query, Tensor) and query.dim() > 0 and query.shape[-1] == 0
@@ -525,10 +506,3 @@ def _check_sharpens(query: Tensor, bias: Tensor | None, scale: object) -> None:
             f"and not the bias. Multiply the scores by policy(visible, dim)[..., None] before they are given as bias, "
             f"or give what makes them as score=."
         )
-
-
-def _forget(own: weakref.ref[_Known]) -> None:
-    known = own()
-    if known is not None:
-        known.clear()
-        known.request = known.target = known.features = None

@@ -42,6 +42,9 @@ class InnerProduct:
         query, key = self.features(query, key)
         return product(query, key.mT)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
 
 class Cosine(InnerProduct):
     """The cosine of the angle between query and key, between -1 and 1: the scale sets the sharpness (M-INF-2).
@@ -58,9 +61,6 @@ class Cosine(InnerProduct):
 
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(torch.nn.functional.normalize(x, dim=-1, eps=self.eps) for x in (query, key))  # type: ignore[return-value]
-
-    def __repr__(self) -> str:
-        return "Cosine()"
 
 
 class SquaredDistance(InnerProduct):
@@ -82,9 +82,6 @@ class SquaredDistance(InnerProduct):
         own, other = _columns(query), _columns(key)
         ones = torch.ones_like(own), torch.ones_like(other)
         return torch.cat([query, ones[0], own], -1), torch.cat([key, other, ones[1]], -1)
-
-    def __repr__(self) -> str:
-        return "SquaredDistance()"
 
 
 def _columns(x: Tensor) -> Tensor:

@@ -88,8 +88,7 @@ def solve_scale(
     still = None if split.bias is None else split.bias.detach()
     quiet = replace(split, query=split.query.detach(), key=split.key.detach(), bias=still)
     solved, reached = _solve(quiet, target.detach(), count)
-    given = (query, key, target, *(() if pairs is None else pairs.parameters), *(() if bias is None else (bias,)))
-    if torch.is_grad_enabled() and [t for t in given if t.requires_grad]:
+    if torch.is_grad_enabled() and [1 for t in (target, *rows.tensors()) if t is not None and t.requires_grad]:
         if torch.compiler.is_compiling():  # a compiled graph has no second derivative
             solved = _followed(split, solved, reached, target)
         else:

@@ -57,7 +57,10 @@ class ShardedAttention:
         late = (self.support, self.attn_mask, self.bias, self.sink) != (None, None, None, None)
         # what can be checked only against the whole sequence; whether there is any is the same on every rank by now
         with collective.validate("attention" if late or isinstance(self.scale, Policy) else ""):
-            bias, mask = self._bias_and_mask(collective)
+            assert not isinstance(self.bias, Bias)
+            bias, mask = _own_rows("bias", self.bias, collective), _own_rows("attn_mask", self.attn_mask, collective)
+            if mask is not None and mask.dtype != torch.bool:
+                bias, mask = mask if bias is None else bias + mask, None
             if bias is not None or mask is not None:
                 lead = [batch, *(t.shape[:-2] for t in (bias, mask) if t is not None)]
                 batch = _checks.broadcast_batch([("query, key and value or bias or mask", shape) for shape in lead])
@@ -138,14 +141,6 @@ class ShardedAttention:
         rows = collective.positions(collective.rank, 0, device)
         seen = Visibility.of(terms, n_query, n_key, batch, device).cut(rows=rows)
         return seen if mask is None else seen.also(mask)
-
-    def _bias_and_mask(self, collective: Collective) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to the scores of this rank's rows, and which keys a boolean mask shows them."""
-        assert not isinstance(self.bias, Bias)
-        bias, mask = _own_rows("bias", self.bias, collective), _own_rows("attn_mask", self.attn_mask, collective)
-        if mask is None or mask.dtype == torch.bool:
-            return bias, mask
-        return (mask if bias is None else bias + mask), None
 
 
 def _own_rows(name: str, given: Tensor | None, collective: Collective) -> Tensor | None:

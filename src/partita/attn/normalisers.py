@@ -22,6 +22,7 @@ from partita._checks import (
     finite,
 )
 from partita.attn.problem import Problem, sink_per_row
+from partita.engine.dispatch import scores as all_scores
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.precision import accumulation_dtype, output_dtype
 from partita.recompute import by_rows, row_blocks
@@ -66,16 +67,14 @@ def sigmoid_attention(
 
     offset: a number, one per head (heads,), or broadcastable to the rows (..., n_query); it may be learned.
     """
-    problem = Problem.of(query, key, **options).resolved()
-    problem.check(value)
+    problem = Problem.of(query, key, **options).ready(value)
     given = None if offset is None else _offset(offset, problem, value)
 
     def weigh(scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
         level = -visible.clamp(min=1).to(scores.dtype).log()
         return torch.sigmoid(scores + (level if given is None else given[..., rows, None].to(scores)))
 
-    out, stats = _weighed(problem, value, weigh, normalise=False)
-    return (out, stats) if return_stats else out
+    return _weighed(problem, value, weigh, return_stats, normalise=False)
 
 
 def _offset(offset: float | Tensor, problem: Problem, value: Tensor) -> Tensor:  # (..., n_query)
@@ -106,18 +105,19 @@ def l1_attention(
     def weigh(scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
         return torch.where(scores.isneginf(), 0.0, scores.abs())
 
-    problem = Problem.of(query, key, **options).resolved()
-    problem.check(value)
-    out, stats = _weighed(problem, value, weigh, normalise=True)
-    return (out, stats) if return_stats else out
+    problem = Problem.of(query, key, **options).ready(value)
+    return _weighed(problem, value, weigh, return_stats, normalise=True)
 
 
-def _weighed(problem: Problem, value: Tensor, weigh: Weigh, *, normalise: bool) -> tuple[Tensor, WeightStats]:
+def _weighed(
+    problem: Problem, value: Tensor, weigh: Weigh, return_stats: bool, *, normalise: bool
+) -> Tensor | tuple[Tensor, WeightStats]:
     """sum_j w_ij value_j a block of rows at a time, recomputed in the backward pass."""
     values = problem.spread(value)
 
     def run(rows: slice) -> tuple[Tensor, ...]:
-        scores = problem.scores(rows)
+        request = problem.rows(rows).gibbs().request()
+        scores = request.ungroup(all_scores(request), 1)  # float32 or better, -inf where a key is hidden
         visible = (~scores.isneginf()).sum(-1)
         weight = weigh(scores, visible[..., None], rows)
         share, stats = _statistics(weight, visible)
@@ -125,7 +125,7 @@ def _weighed(problem: Problem, value: Tensor, weigh: Weigh, *, normalise: bool) 
         return (out.to(output_dtype(value)), *stats)
 
     out, *stats = by_rows(run, problem.blocks(value), (1, 0, 0, 0, 0))
-    return out, WeightStats(*stats)
+    return (out, WeightStats(*stats)) if return_stats else out
 
 
 def _statistics(weight: Tensor, visible: Tensor) -> tuple[Tensor, WeightStats]:
@@ -133,12 +133,8 @@ def _statistics(weight: Tensor, visible: Tensor) -> tuple[Tensor, WeightStats]:
     total = weight.sum(-1)
     share = weight / torch.where(total == 0, torch.ones_like(total), total)[..., None]
     size = torch.where(share == 0, torch.ones_like(share), share).log()
-    return share, WeightStats(total, -(share * size).sum(-1), _largest(share), visible.to(weight.dtype))
-
-
-def _largest(share: Tensor) -> Tensor:
-    """The largest share of each row, without a gradient; 0 where there are no keys."""
-    return share.detach().amax(-1) if share.shape[-1] else share.new_zeros(share.shape[:-1])
+    largest = share.detach().amax(-1) if share.shape[-1] else torch.zeros_like(total)
+    return share, WeightStats(total, -(share * size).sum(-1), largest, visible.to(weight.dtype))
 
 
 class LinearState(NamedTuple):

@@ -15,8 +15,7 @@ from partita.support.kinds import check_align
 
 __all__ = [
     "NTK", "ALiBi", "Bias", "Clipped", "Gumbel", "Interpolated", "NoPositions", "PartialRotary", "Positions",
-    "RelativeBias", "RopeFrequencies", "Rotary", "YaRN", "alibi_slopes", "apply_rope", "frequencies", "rotary",
-    "sinusoidal",
+    "RelativeBias", "RopeFrequencies", "Rotary", "YaRN", "alibi_slopes", "frequencies", "rotary", "sinusoidal",
 ]  # fmt: skip
 
 
@@ -56,44 +55,30 @@ def rotary(
     if not isinstance(where, Tensor) or where.is_complex() or not expands(where.shape[-1:], x.shape[-2:-1]):
         raise ShapeError(f"positions must be a tensor of {x.shape[-2]} numbers, (..., n); got {positions!r}.")
     check_positive("base", base)
-    return apply_rope(x, where, frequencies(x.shape[-1], base, x.device))
-
-
-def apply_rope(
-    x: Tensor,  # (..., n, dim)
-    positions: Tensor,  # broadcastable to (..., n)
-    w: Tensor,  # (pairs,), 2 * pairs <= dim
-    *,
-    neighbours: bool = False,
-) -> Tensor:  # (..., n, dim)
-    """Pairs of features rotated by positions times w; the features past the last pair stay as they are.
-
-    neighbours: the pairs are (0, 1), (2, 3) and so on, instead of the two halves.
-    """
-    pairs = w.shape[0]
-    angle = positions.to(w.dtype)[..., None] * w
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    moving, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    left, right = moving.unflatten(-1, (pairs, 2)).unbind(-1) if neighbours else moving.chunk(2, -1)
-    both = left * cos - right * sin, right * cos + left * sin
-    out = torch.stack(both, -1).flatten(-2) if neighbours else torch.cat(both, -1)
-    return out if rest.shape[-1] == 0 else torch.cat([out, rest], -1)
+    return RopeFrequencies(frequencies(x.shape[-1], base, x.device))(x, where)
 
 
 @dataclass(frozen=True, eq=False)
 class RopeFrequencies:
     """How queries and keys are rotated: a position setting for one number of features."""
 
-    w: Tensor  # (pairs,)
+    w: Tensor  # (pairs,); the features past the last pair stay as they are
     amplitude: float = 1.0
     reach: int | None = None
-    neighbours: bool = False
+    neighbours: bool = False  # the pairs are (0, 1), (2, 3) and so on, instead of the two halves
 
     def to(self, device: torch.device) -> RopeFrequencies:
         return self if self.w.device == device else replace(self, w=self.w.to(device, finest(device)))
 
-    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        out = apply_rope(x, positions, self.w, neighbours=self.neighbours)
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:  # (..., n, dim), broadcastable to (..., n)
+        pairs = self.w.shape[0]
+        angle = positions.to(self.w.dtype)[..., None] * self.w
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        moving, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        left, right = moving.unflatten(-1, (pairs, 2)).unbind(-1) if self.neighbours else moving.chunk(2, -1)
+        both = left * cos - right * sin, right * cos + left * sin
+        out = torch.stack(both, -1).flatten(-2) if self.neighbours else torch.cat(both, -1)
+        out = out if rest.shape[-1] == 0 else torch.cat([out, rest], -1)
         return out if self.amplitude == 1.0 else out * self.amplitude
 
     def by(self, x: Tensor, distance: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from partita._checks import (
 from partita.attn.positions import Bias
 from partita.engine import State
 from partita.engine.callable_score import Pairs
-from partita.engine.dispatch import scores as all_scores
 from partita.engine.request import build
 from partita.engine.terms import Term
+from partita.engine.terms import cut as tile
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.recompute import by_rows, row_blocks, states_by_rows
@@ -102,8 +102,13 @@ class Problem:
         if attn_mask is not None:
             if check_mask(attn_mask):
                 support = both(support, supports.mask(attn_mask))
+            elif bias is None:
+                bias = attn_mask
             else:
-                bias = attn_mask if bias is None else _sum(bias, attn_mask)
+                check_float("bias", bias)
+                check_device(("bias", "attn_mask"), (bias, attn_mask))
+                broadcast_batch((("bias", bias.shape), ("attn_mask", attn_mask.shape)))
+                bias = bias + attn_mask
         if bias is not None:
             if not isinstance(bias, Tensor):
                 check_float("bias", bias)
@@ -118,26 +123,30 @@ class Problem:
 
     def gibbs(self) -> Gibbs:
         """The distribution of all rows; a rule is written out."""
-        return self._gibbs(self.query, self.scale, self._bias(slice(0, self.n_query)), self.support)
+        bias = self.bias if self.rule is None else self._tile(slice(0, self.n_query), slice(None))
+        return Gibbs(
+            self.query, self.key, scale=self.scale, bias=bias, support=self.support, softcap=self.softcap,
+            grouped=self.grouped, score=self.score,
+        )  # fmt: skip
 
     def resolved(self) -> Problem:
         """The policy replaced by the scale it gives each row, so that some rows can be taken alone."""
         if not isinstance(self.scale, Policy):
             return self
-        if self.rule is not None and isinstance(self.scale, TargetEntropy):
-            return replace(self, scale=self._solved(self.scale))
-        whole = self._gibbs(self.query, self.scale, self.bias, self.support)
+        if self.rule is not None and isinstance(self.scale, TargetEntropy):  # the rule exists for a block at a time
+            solved = by_rows(lambda rows: (cast("Tensor", self.rows(rows).gibbs().scale),), self.blocks(), (0,))
+            return replace(self, scale=solved[0])
+        whole = replace(self, rule=None).gibbs()
         return replace(self, scale=whole.scale, support=whole.support, bias=whole.bias)
 
-    def _solved(self, policy: TargetEntropy) -> Tensor:  # (..., n_query)
-        """The scale of each row under a rule, which gives its numbers for one block of rows at a time."""
-
-        def run(rows: slice) -> tuple[Tensor, ...]:
-            found = replace(self, scale=policy).rows(rows).scale
-            assert isinstance(found, Tensor)
-            return (found,)
-
-        return by_rows(run, self.blocks(), (0,))[0]
+    def ready(self, value: Tensor) -> Problem:
+        """Resolved, for what reads blocks of its rows or keys: whatever a pass over all of them raises is raised."""
+        if not isinstance(value, Tensor):
+            check_float("value", value)
+        if value.dim() > max(self.query.dim(), self.key.dim()):
+            raise ShapeError(f"value has more batch dimensions than query and key; got {shape_text(value)}.")
+        self.batch(value)
+        return self.resolved()
 
     def state(self, value: Tensor) -> State:
         """The state of all rows of a resolved problem, a block at a time where a rule adds to their scores."""
@@ -145,69 +154,38 @@ class Problem:
             return self.gibbs().state(value)
         return states_by_rows(lambda rows: self.rows(rows).state(value), self.blocks(value))
 
-    def rows(self, rows: slice, also: Support | None = None) -> Gibbs:
-        """The distribution of a block of rows of a resolved problem, over the keys that `also` shows."""
+    # Rows and keys are cut by a method each: a graph that compares a slice with None is bound to its numbers.
+
+    def rows(self, rows: slice, also: Support | None = None) -> Problem:
+        """A block of rows of a resolved problem, its rule written out, over the keys that `also` shows."""
         scale, support = self.scale, self.support
         if isinstance(scale, Tensor) and scale.dim() and scale.shape[-1] != 1:
             scale = scale[..., rows]
         if support is not None and (rows.start, rows.stop) != (0, self.n_query):
             support = _Cut(support, self.n_query, self.n_key, rows=rows)
         support = support if also is None else both(support, also)
-        return self._gibbs(self.query[..., rows, :], scale, self._bias(rows), support)
+        query, bias = self.query[..., rows, :], self._tile(rows, slice(None))
+        return replace(self, query=query, scale=scale, bias=bias, support=support, rule=None)
 
-    def keys(self, cols: slice, query: Tensor | None = None, key: Tensor | None = None) -> Gibbs:
-        """The distribution of all rows over some of the keys of a resolved problem.
-
-        query, key: what replaces the queries and those keys.
-        """
-        bias = self._bias(slice(0, self.n_query))
-        bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., cols]
+    def keys(self, keys: slice) -> Problem:
+        """All rows of a resolved problem over a block of its keys, its rule written out."""
         support = self.support
-        if support is not None and (cols.start, cols.stop) != (0, self.n_key):
-            support = _Cut(support, self.n_query, self.n_key, keys=cols)
-        key = self.key[..., cols, :] if key is None else key
-        return replace(self, key=key)._gibbs(self.query if query is None else query, self.scale, bias, support)
+        if support is not None and (keys.start, keys.stop) != (0, self.n_key):
+            support = _Cut(support, self.n_query, self.n_key, keys=keys)
+        key, bias = self.key[..., keys, :], self._tile(slice(0, self.n_query), keys)
+        return replace(self, key=key, bias=bias, support=support, rule=None)
 
-    def divided(self, temperature: float, noise: Bias) -> Problem:
-        """A resolved problem whose scores are (score + noise) / temperature."""
-        assert not isinstance(self.scale, Policy)
-        rule = noise if self.rule is None else self.rule + noise
-        bias = None if self.bias is None else self.bias / temperature
-        return replace(self, scale=self.scale / temperature, bias=bias, rule=rule * (1 / temperature))
-
-    def scores(self, rows: slice) -> Tensor:  # (..., rows, n_key)
-        """The scores of a block of rows of a resolved problem, in float32 or better; -inf where a key is hidden."""
-        request = self.rows(rows).request()
-        return request.ungroup(all_scores(request), 1)
+    def _tile(self, rows: slice, keys: slice) -> Tensor | None:
+        """What is added to the scores of these rows and keys."""
+        bias = None if self.bias is None else tile(self.bias, rows, keys)
+        if self.rule is None:
+            return bias
+        made = self.rule.rows(rows, self.n_query, self.n_key, self.query.detach())[..., keys]
+        return made if bias is None else bias + made
 
     def spread(self, value: Tensor) -> Tensor:
         """One value per query head."""
         return value.repeat_interleave(self.query.shape[-3] // value.shape[-3], -3) if self.grouped else value
-
-    def _bias(self, rows: slice) -> Tensor | None:
-        bias = self.bias
-        if bias is not None and bias.dim() >= 2 and bias.shape[-2] != 1:
-            bias = bias[..., rows, :]
-        if self.rule is not None:
-            made = self.rule.rows(rows, self.n_query, self.n_key, self.query.detach())
-            bias = made if bias is None else bias + made
-        return bias
-
-    def _gibbs(
-        self, query: Tensor, scale: float | Tensor | Policy, bias: Tensor | None, support: Support | None
-    ) -> Gibbs:
-        return Gibbs(
-            query, self.key, scale=scale, bias=bias, support=support, softcap=self.softcap, grouped=self.grouped,
-            score=self.score,
-        )  # fmt: skip
-
-    def check(self, value: Tensor) -> None:
-        """Raise what a pass over all rows and this value would, for what reads blocks of them."""
-        if not isinstance(value, Tensor):
-            check_float("value", value)
-        if value.dim() > max(self.query.dim(), self.key.dim()):
-            raise ShapeError(f"value has more batch dimensions than query and key; got {shape_text(value)}.")
-        self.batch(value)
 
     def batch(self, value: Tensor | None = None) -> tuple[int, ...]:
         """The batch dimensions of the rows, heads included."""
@@ -239,13 +217,6 @@ class _Cut(Support):
 
 def both(a: Support | None, b: Support) -> Support:
     return b if a is None else a & b
-
-
-def _sum(bias: Tensor, attn_mask: Tensor) -> Tensor:
-    check_float("bias", bias)
-    check_device(("bias", "attn_mask"), (bias, attn_mask))
-    broadcast_batch((("bias", bias.shape), ("attn_mask", attn_mask.shape)))
-    return bias + attn_mask
 
 
 def sink_per_row(sink: Tensor, rows: Tensor, name: str = "sink") -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from partita import support as supports
@@ -85,9 +86,8 @@ def rope_attention(
         q, k = rope(query, own), rope(key, keys)
         out: Tensor | tuple[Tensor, Stats] = attention(q, k, value, sink=sink, return_stats=return_stats, **options)
         return out
-    problem = _problem(query, key, options)
-    problem.check(value)
-    states = [part.state(value[..., keys, :], statistics=return_stats) for part, keys in _parts(problem, rope, where)]
+    parts = _parts(_problem(query, key, value, options), rope, where)
+    states = [part.state(value[..., keys, :], statistics=return_stats) for part, keys in parts]
     return finish(functools.reduce(State.merge, states), value, sink, return_stats)
 
 
@@ -96,21 +96,24 @@ def rotary_weights(
 ) -> Tensor:  # (..., n_query, n_key)
     """The weights of `rotary_attention` under clipped distances: dense, for small problems."""
     rope = positions.rope(query.shape[-1], query.device)
-    parts = [part for part, _ in _parts(_problem(query, key, options), rope, 0, whole=True)]
-    total = functools.reduce(State.merge, (part.state() for part in parts)).log_partition()
+    parts = list(_parts(_problem(query, key, key, options), rope, 0))
+    total = functools.reduce(State.merge, (part.state() for part, _ in parts)).log_partition()
     level = torch.where(total.isneginf(), torch.zeros_like(total), total)
-    shares = ((part.log_partition() - level).exp()[..., None] for part in parts)
-    return torch.stack([part.probs() * share.to(query.dtype) for part, share in zip(parts, shares, strict=True)]).sum(0)
+    weights = query.new_zeros(*total.shape, key.shape[-2])
+    for part, keys in parts:
+        share = (part.log_partition() - level).exp()[..., None].to(query.dtype)
+        weights = weights + F.pad(part.probs() * share, (keys.start, key.shape[-2] - keys.stop))
+    return weights
 
 
-def _problem(query: Tensor, key: Tensor, options: Options) -> Problem:
+def _problem(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Problem:
     """The call as one problem with the scale of every row: a policy counts near and far keys together."""
     if isinstance(options.get("scale"), TargetEntropy):
         raise ValueRangeError("TargetEntropy solves for plain scores; with clipped distances use another policy.")
     problem = Problem.of(query, key, **options)
     if problem.rule is not None:
         raise ValueRangeError("clipped distances take a bias as a tensor: bias=rule.dense(n_query, n_key, query).")
-    return problem.resolved()
+    return problem.ready(value)
 
 
 def _places(where: int | Tensor, n_query: int, device: torch.device) -> Tensor:  # (..., n_query)
@@ -125,32 +128,27 @@ def _places(where: int | Tensor, n_query: int, device: torch.device) -> Tensor: 
     return where
 
 
-def _parts(
-    problem: Problem, rope: RopeFrequencies, where: int | Tensor, *, whole: bool = False
-) -> Iterator[tuple[Gibbs, slice]]:
-    """Keys within reach, further back, and further ahead, each with the slice of keys it was cut to.
-
-    whole: every part over all keys.
-    """
+def _parts(problem: Problem, rope: RopeFrequencies, where: int | Tensor) -> Iterator[tuple[Gibbs, slice]]:
+    """Keys within reach, further back, and further ahead, each with the slice of keys it was cut to."""
     reach, query, n_query, n_key = rope.reach, problem.query, problem.n_query, problem.n_key
     assert reach is not None
     own = _places(where, n_query, query.device)
     near, back, ahead = _bands(own, where, reach, n_key)
     first, last = 0, n_key  # keys within reach of some query
     behind, beyond = n_key, 0  # keys behind some query's reach end here, those beyond it begin here
-    if not isinstance(where, Tensor) and not torch.compiler.is_compiling() and not whole:
+    if not isinstance(where, Tensor) and not torch.compiler.is_compiling():
         first, last = min(max(where - reach, 0), n_key), min(where + n_query + reach, n_key)
         behind, beyond = min(max(where + n_query - 1 - reach, 0), n_key), min(where + reach + 1, n_key)
     # a part of no keys adds nothing; the nearest one is always there, so that there is a state
     cut = slice(first, max(last, first))
-    k = rope(problem.key[..., cut, :], torch.arange(cut.start, cut.stop, device=query.device))
-    yield replace(problem, support=both(problem.support, near)).keys(cut, rope(query, own), k), cut
-    loud = rope.amplitude
+    part = replace(problem, support=both(problem.support, near)).keys(cut)
+    k = rope(part.key, torch.arange(cut.start, cut.stop, device=query.device))
+    yield replace(part, query=rope(query, own), key=k).gibbs(), cut
     for side, cut, distance in ((back, slice(0, behind), reach), (ahead, slice(beyond, n_key), -reach)):
-        if whole or torch.compiler.is_compiling() or cut.stop > cut.start:
-            k = problem.key[..., cut, :] if loud == 1.0 else problem.key[..., cut, :] * loud
-            part = replace(problem, support=both(problem.support, side))
-            yield part.keys(cut, rope.by(query, distance), k), cut
+        if torch.compiler.is_compiling() or cut.stop > cut.start:
+            part = replace(problem, support=both(problem.support, side)).keys(cut)
+            k = part.key if rope.amplitude == 1.0 else part.key * rope.amplitude
+            yield replace(part, query=rope.by(query, distance), key=k).gibbs(), cut
 
 
 def _bands(own: Tensor, where: int | Tensor, reach: int, n_key: int) -> tuple[Support, Support, Support]:

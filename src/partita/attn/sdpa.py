@@ -139,15 +139,14 @@ def finish(
 
 def _with_dropout(problem: Problem, value: Tensor, p: float) -> State:
     """The state of all keys, whose moment has lost the dropped values and makes up for them on average."""
-    problem.check(value)
-    problem = problem.resolved()
+    problem = problem.ready(value)
     batch = problem.batch(value)
     seed = draw_seed(value.device)
 
     def run(rows: slice) -> State:
         kept = _mask((*batch, rows.stop - rows.start, problem.n_key), p, seed, rows.start, value.device)
-        loud = problem.rows(rows, supports.mask(kept)).state(value)
-        silent = problem.rows(rows, supports.mask(~kept)).state()
+        loud = problem.rows(rows, also=supports.mask(kept)).gibbs().state(value)
+        silent = problem.rows(rows, also=supports.mask(~kept)).gibbs().state()
         assert loud.moment is not None
         whole = loud.merge(replace(silent, moment=torch.zeros_like(loud.moment)))
         assert whole.moment is not None
@@ -182,26 +181,24 @@ def _mask(shape: tuple[int, ...], p: float, seed: int | None, first: int, device
 def _in_graph(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, grouped: bool, statistics: bool
 ) -> tuple[Tensor, Stats | None] | None:
-    """As `plain_attention`, while a graph is traced; None for the general path, which serves it or raises."""
-    if not _usual(query, key, value, scale, grouped):
+    """As `plain_attention`, while a graph is traced; None for the general path, which serves it or raises.
+
+    Here nothing broadcasts, nothing is converted, nothing is wrong, and the processor has a kernel for it.
+    """
+    if query.device.type != "cpu" or autocasts("cpu") or not (query.dim() == key.dim() == value.dim() >= 3):
+        return None
+    if not (query.dtype == key.dtype == value.dtype and query.is_floating_point()):
+        return None
+    if scale is not None and not finite(scale):
         return None
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return None  # the general path saves what its backward needs
-    out, rows = torch.ops.partita.attention(query, key, value, scale, causal, grouped, statistics)
-    return out, Stats(*rows.unbind()) if statistics else None
-
-
-def _usual(query: Tensor, key: Tensor, value: Tensor, scale: float | None, grouped: bool) -> bool:
-    """Nothing broadcasts, nothing is converted, nothing is wrong, and the processor has a kernel for it."""
-    if query.device.type != "cpu" or autocasts("cpu") or not (query.dim() == key.dim() == value.dim() >= 3):
-        return False
-    if not (query.dtype == key.dtype == value.dtype and query.is_floating_point()):
-        return False
-    if scale is not None and not finite(scale):
-        return False
     q, k, v = query.shape, key.shape, value.shape
     heads = q[-3] % k[-3] == 0 if grouped and k[-3] > 0 else q[-3] == k[-3]
-    return bool(q[:-3] == k[:-3] and heads and q[-1] == k[-1] and k[:-1] == v[:-1])
+    if not (q[:-3] == k[:-3] and heads and q[-1] == k[-1] and k[:-1] == v[:-1]):
+        return None
+    out, rows = torch.ops.partita.attention(query, key, value, scale, causal, grouped, statistics)
+    return out, Stats(*rows.unbind()) if statistics else None
 
 
 def _attention(

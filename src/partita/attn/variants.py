@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from partita import support as supports
 from partita._checks import check_pair, check_positive, check_value, check_whole
-from partita.attn.positions import Gumbel
+from partita.attn.positions import Bias, Gumbel
 from partita.attn.problem import Problem
 from partita.attn.sdpa import draw_seed, finish
 from partita.engine import State, Stats
+from partita.engine.axes import parts
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.precision import accumulation_dtype, finest, no_autocast, product
@@ -53,8 +54,7 @@ def top_k_attention(query: Tensor, key: Tensor, value: Tensor, k: int, **options
     (tensor([[0.2500, 0.2500, 0.2500, 0.2500]]), tensor([0.]))
     """
     check_whole("k", k, least=1)
-    problem = Problem.of(query, key, **options)
-    problem.check(value)
+    problem = Problem.of(query, key, **options).ready(value)
     gibbs = problem.gibbs()
     scores, index = gibbs.top(k)  # (..., n_query, k)
     chosen = _pick(value, index, problem)
@@ -75,8 +75,9 @@ def _pick(value: Tensor, index: Tensor, problem: Problem) -> Tensor:  # (..., n_
     return value.gather(-2, at).reshape(*batch, n, k, value.shape[-1])
 
 
-def _hard(gibbs: Gibbs, value: Tensor, problem: Problem) -> Tensor:
+def _hard(problem: Problem, value: Tensor) -> Tensor:
     """The best key's value with the soft mean's gradient."""
+    gibbs = problem.gibbs()
     with torch.no_grad():
         index = gibbs.top(1)[1]
         best = _pick(value, index, problem)[..., 0, :]
@@ -95,9 +96,7 @@ def hard_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[
     >>> hard_attention(torch.ones(1, 1), torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]]))
     tensor([[7.]])
     """
-    problem = Problem.of(query, key, **options)
-    problem.check(value)
-    return _hard(problem.gibbs(), value, problem)
+    return _hard(Problem.of(query, key, **options).ready(value), value)
 
 
 def gumbel_attention(
@@ -124,13 +123,15 @@ def gumbel_attention(
     check_positive("temperature", temperature)
     if options.get("softcap") is not None:
         raise ValueRangeError("gumbel_attention takes no softcap.")
-    problem = Problem.of(query, key, **options).resolved()
-    problem.check(value)
-    noise = Gumbel(draw_seed(query.device, generator), problem.batch(value))
-    sharp = problem.divided(temperature, noise)
+    problem = Problem.of(query, key, **options).ready(value)
+    noise: Bias = Gumbel(draw_seed(query.device, generator), problem.batch(value))
+    noisy = (noise if problem.rule is None else problem.rule + noise) * (1 / temperature)
+    assert not isinstance(problem.scale, Policy)
+    bias = None if problem.bias is None else problem.bias / temperature
+    sharp = replace(problem, scale=problem.scale / temperature, bias=bias, rule=noisy)
     if not hard:
         return sharp.state(value).expectation().to(value.dtype)
-    return by_rows(lambda rows: (_hard(sharp.rows(rows), value, problem),), sharp.blocks(value), (1,))[0]
+    return by_rows(lambda rows: (_hard(sharp.rows(rows), value),), sharp.blocks(value), (1,))[0]
 
 
 # ---- keys in blocks --------------------------------------------------------------------------------------------------
@@ -146,14 +147,9 @@ def blockwise_attention(
     True
     """
     check_whole("block", block, least=1)
-    problem = Problem.of(query, key, **options).resolved()
-    problem.check(value)
-    n = problem.n_key
-    if torch.compiler.is_compiling():  # nothing can be cut by size: one block holds all keys
-        parts = [slice(0, n)]
-    else:
-        parts = [slice(i, min(i + block, n)) for i in range(0, max(1, n), block)]
-    states = [problem.keys(part).state(value[..., part, :]) for part in parts]
+    problem = Problem.of(query, key, **options).ready(value)
+    cuts = parts(problem.n_key, block) or [slice(0, 0)]
+    states = [problem.keys(part).gibbs().state(value[..., part, :]) for part in cuts]
     return finish(functools.reduce(State.merge, states), value, None, return_stats)
 
 
@@ -247,8 +243,7 @@ def pair_attention(
     check_whole("where", where)
     if not callable(pair) or isinstance(pair, type):
         raise DtypeError(f"pair must be a function (i, j) -> (multiplier, offset); got {type(pair).__name__}.")
-    problem = Problem.of(query, key, **options).resolved()
-    problem.check(value)
+    problem = Problem.of(query, key, **options).ready(value)
     dtype = accumulation_dtype(query.dtype)
     with no_autocast(query):  # positions are stored among the features: half precision would round them
         score = _PairScore(pair, problem.score, where)

@@ -123,11 +123,8 @@ class MultiheadAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """torch's initialisation, in torch's order: the same seed gives the same weights."""
-        if self.in_proj_weight is not None:
-            nn.init.xavier_uniform_(self.in_proj_weight)
-        else:
-            for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
-                assert weight is not None
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
                 nn.init.xavier_uniform_(weight)
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
@@ -224,21 +221,23 @@ class MultiheadAttention(nn.Module):
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        n_query, n_key, batch = query.shape[1], key.shape[1], query.shape[0]
         q, k, v = self.project(query, key, value)
-        hidden, added = _hidden_and_added(
-            attn_mask, key_padding_mask, (batch, self.num_heads, n_query, n_key), k.shape[2]
-        )
-        if hidden is not None:
-            support = both(support, supports.mask(~hidden))
+        sizes = (query.shape[0], self.num_heads, query.shape[1], key.shape[1])
+        added: Tensor | None = None
+        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if mask is not None:  # it shows the keys that add_bias_kv and add_zero_attn append
+                mask = nn.functional.pad(_with_heads(name, mask, sizes), (0, k.shape[2] - key.shape[1]))
+                if mask.dtype == torch.bool:
+                    support = both(support, supports.mask(~mask))
+                else:
+                    added = mask if added is None else added + mask
         if added is not None:
             if isinstance(attn_bias, Bias):
-                attn_bias = attn_bias.dense(n_query, k.shape[2], q)
+                attn_bias = attn_bias.dense(q.shape[2], k.shape[2], q)
             attn_bias = added if attn_bias is None else added + attn_bias
-        grouped = self.kv_heads != self.num_heads
         options: Options = {
-            "scale": self.scale, "enable_gqa": grouped, "support": support, "bias": attn_bias, "is_causal": is_causal,
-            "score": self.score,
+            "scale": self.scale, "enable_gqa": self.kv_heads != self.num_heads, "support": support, "bias": attn_bias,
+            "is_causal": is_causal, "score": self.score,
         }  # fmt: skip
         dropout = self.dropout if self.training else 0.0
         steered = self.scale if self.training and isinstance(self.scale, TemperatureController) else None
@@ -370,22 +369,19 @@ class EntropyInvariantAttention(MultiheadAttention):
         if options.pop("mask", None) is not None:
             raise ValueRangeError(f"mask= is ambiguous. {_LANGUAGES}")
         self._check(query, key, value)
-        rows, first = (1, 0) if self.batch_first else (0, 1)
-        batch, n_query, n_key = 1, query.shape[0], key.shape[0]
-        if query.dim() == 3:
-            batch, n_query, n_key = query.shape[first], query.shape[rows], key.shape[rows]
+        rows = int(self.batch_first and query.dim() == 3)
+        batch, n_query, n_key = query.shape[1 - rows] if query.dim() == 3 else 1, query.shape[rows], key.shape[rows]
         pad = named.get("key_padding_mask")
         if isinstance(pad, Tensor) and (tuple(pad.shape) != (batch, n_key) or batch == n_query):
             raise ValueRangeError(f"a mask {tuple(pad.shape)} as the fourth argument could be either. {_LANGUAGES}")
-        named = {**named, **options}
+        named |= options
         if "need_weights" not in named:
             named["need_weights"] = as_printed and not named.get("return_stats", False)
             named.setdefault("average_attn_weights", False)
         if keep_mask is not None:
-            hidden = ~_kept(keep_mask, n_query, n_key)
             if named.get("attn_mask") is not None:
                 raise ValueRangeError("give keep_mask or attn_mask, not both: join them with & of what they show.")
-            named["attn_mask"] = hidden
+            named["attn_mask"] = ~_kept(keep_mask, n_query, n_key)
         return super().forward(query, key, value, **named)
 
 
@@ -399,41 +395,22 @@ _LANGUAGES = (
 # ---- masks: torch's hide, the notes' show ----------------------------------------------------------------------------
 
 
-def _hidden_and_added(
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    sizes: tuple[int, int, int, int],  # batch, heads, n_query, n_key
-    n_all: int,  # keys with those that add_bias_kv and add_zero_attn append
-) -> tuple[Tensor | None, Tensor | None]:
-    """What is hidden and what is added, (batch, heads, n_query, n_all) up to broadcasting."""
-    hidden: Tensor | None = None
-    added: Tensor | None = None
-    for mask, name in ((attn_mask, "attn_mask"), (key_padding_mask, "key_padding_mask")):
-        if mask is None:
-            continue
-        if not isinstance(mask, Tensor):
-            check_float(name, mask)
-        mask = nn.functional.pad(_with_heads(mask, name, sizes), (0, n_all - sizes[-1]))
-        if mask.dtype == torch.bool:
-            hidden = mask if hidden is None else hidden | mask
-        elif mask.is_floating_point():
-            added = mask if added is None else added + mask
-        else:
-            raise DtypeError(f"{name} must be boolean (True hides) or floating (added); got {mask.dtype}.")
-    return hidden, added
-
-
-def _with_heads(mask: Tensor, name: str, sizes: tuple[int, int, int, int]) -> Tensor:
+def _with_heads(name: str, mask: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+    """torch's mask as (batch, heads, n_query, n_key), up to broadcasting."""
+    if not isinstance(mask, Tensor):
+        check_float(name, mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise DtypeError(f"{name} must be boolean (True hides) or floating (added); got {mask.dtype}.")
     batch, heads, n_query, n_key = sizes
     if name == "key_padding_mask":
         if mask.shape != (batch, n_key):
             raise ShapeError(f"key_padding_mask must be (batch, n_key) = {(batch, n_key)}; got {tuple(mask.shape)}.")
         return mask[:, None, None, :]
     if mask.shape[-2:] == (n_query, n_key):
-        if mask.dim() == 2 or mask.dim() == 4:
+        if mask.dim() in (2, 4):
             return mask
         if mask.dim() == 3 and mask.shape[0] == batch * heads:
-            return mask.view(batch, heads, n_query, n_key)
+            return mask.view(sizes)
         if mask.dim() == 3 and mask.shape[0] == batch:  # one per batch entry: it gains a head axis
             return mask[:, None]
     raise ShapeError(

@@ -82,8 +82,9 @@ class TemperatureController(nn.Module, Policy):
         if stats.entropy.dim() < 2 or stats.entropy.shape[-2] != heads:
             raise ShapeError(f"stats must be (..., {heads} heads, n_query); got {tuple(stats.entropy.shape)}.")
         rows = Stats(*(field.detach().movedim(-2, 0).reshape(heads, -1) for field in stats))
-        ceiling = rows.visible.clamp(min=1).log()
-        least, most = (self._target(end, ceiling) for end in (0, 1))
+        ceiling = rows.visible.clamp(min=1).log()  # of the entropy, in nats
+        ends = _pair("the target", self.fraction if self.entropy is None else self.entropy)
+        least, most = (end * ceiling if self.entropy is None else torch.full_like(ceiling, end) for end in ends)
         usable = ((rows.visible >= 2) & (least < ceiling)).to(ceiling.dtype)
         count = usable.sum(-1).clamp(min=1)
         # the mean of a head is controlled, not each row
@@ -95,12 +96,6 @@ class TemperatureController(nn.Module, Policy):
         low, high = (math.log(x) for x in self.limits)
         self.log_scale.copy_((self.log_scale + step.to(self.log_scale)).clamp(low, high))
         return miss
-
-    def _target(self, end: int, ceiling: Tensor) -> Tensor:
-        """One end of the band, in nats, for rows whose entropy is at most `ceiling`."""
-        given = self.entropy if self.entropy is not None else self.fraction
-        number = _pair("the target", given)[end]
-        return torch.full_like(ceiling, number) if self.entropy is not None else number * ceiling
 
     def extra_repr(self) -> str:
         target = f"entropy={self.entropy}" if self.entropy is not None else f"fraction={self.fraction}"

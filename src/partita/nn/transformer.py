@@ -71,6 +71,18 @@ class _Layer(nn.Module):
         for name in self.attentions:
             setattr(self, name, MultiheadAttention(d_model, nhead, dropout, **options))
 
+    def _attend(
+        self, x: Tensor, part: int, memory: Tensor | None, padding: Tensor | None, mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        """x and its attention over memory, or over itself."""
+
+        def attend(x: Tensor) -> Tensor:
+            keys = x if memory is None else memory
+            out: Tensor = getattr(self, self.attentions[part - 1])(x, keys, keys, padding, False, mask, **options)[0]
+            return out
+
+        return self._add(x, part, attend)
+
     def _add(self, x: Tensor, part: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         norm, dropout = getattr(self, f"norm{part}"), getattr(self, f"dropout{part}")
         out: Tensor = x + dropout(function(norm(x))) if self.norm_first else norm(x + dropout(function(x)))
@@ -79,19 +91,6 @@ class _Layer(nn.Module):
     def _feed_forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
         return out
-
-
-def _attending(
-    attention: MultiheadAttention, memory: Tensor | None, padding: Tensor | None, mask: Tensor | None, **options: Any
-) -> Callable[[Tensor], Tensor]:
-    """x to its attention over memory, or over itself."""
-
-    def call(x: Tensor) -> Tensor:
-        keys = x if memory is None else memory
-        out: Tensor = attention(x, keys, keys, padding, False, mask, **options)[0]
-        return out
-
-    return call
 
 
 class TransformerEncoderLayer(_Layer):
@@ -112,9 +111,8 @@ class TransformerEncoderLayer(_Layer):
         **options: Any,
     ) -> Tensor:
         """As torch's; further options (support, attn_bias) go to the attention."""
-
-        own = _attending(self.self_attn, None, src_key_padding_mask, src_mask, is_causal=is_causal, **options)
-        return self._add(self._add(src, 1, own), 2, self._feed_forward)
+        x = self._attend(src, 1, None, src_key_padding_mask, src_mask, is_causal=is_causal, **options)
+        return self._add(x, 2, self._feed_forward)
 
 
 class TransformerDecoderLayer(_Layer):
@@ -135,11 +133,9 @@ class TransformerDecoderLayer(_Layer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        own = _attending(self.self_attn, None, tgt_key_padding_mask, tgt_mask, is_causal=tgt_is_causal)
-        cross = _attending(
-            self.multihead_attn, memory, memory_key_padding_mask, memory_mask, is_causal=memory_is_causal
-        )
-        return self._add(self._add(self._add(tgt, 1, own), 2, cross), 3, self._feed_forward)
+        x = self._attend(tgt, 1, None, tgt_key_padding_mask, tgt_mask, is_causal=tgt_is_causal)
+        x = self._attend(x, 2, memory, memory_key_padding_mask, memory_mask, is_causal=memory_is_causal)
+        return self._add(x, 3, self._feed_forward)
 
 
 # ---- sharpness -------------------------------------------------------------------------------------------------------
