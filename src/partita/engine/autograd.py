@@ -81,12 +81,19 @@ def forward(request: Request, backend: Backend | None = None) -> Sums:
 
 
 def backward(
-    request: Request, peak: Tensor, g: SumGrads, needs: Sequence[bool], backend: Backend | None = None
+    request: Request,
+    peak: Tensor,
+    g: SumGrads,
+    needs: Sequence[bool],
+    backend: Backend | None = None,
+    *,
+    rounded: bool = False,  # they may come in the dtype of their operands, not in that of the sums
 ) -> dict[str, Tensor]:
     """Gradients of the operands that need one, by their names; without a graph."""
     entry = choose(request) if backend is None else backend
     with no_autocast(request.query), torch.no_grad():
-        grads = entry.backward(request, peak, g, needs)
+        make = (entry.rounded_backward if rounded else None) or entry.backward
+        grads = make(request, peak, g, needs)
         return tiled.backward(request, peak, g, needs) if grads is None else grads
 
 
@@ -177,7 +184,7 @@ def pulled_back(
         for i, grad in zip([i for i, need in zip(places, needs, strict=True) if need], made, strict=True):
             out[i] = grad
         return out
-    total = backward(bare.over(tensors), peak, g, needs, backend)
+    total = backward(bare.over(tensors), peak, g, needs, backend, rounded=True)
     for i, name in zip(places, (*OPERANDS, *parameter_names(own)), strict=True):
         tensor, grad = tensors[i], total.get(name)
         if tensor is not None and grad is not None:
@@ -221,7 +228,8 @@ def _gradients(bare: Bare, needs: Sequence[bool], backend: Backend | None, tenso
     """The gradients that are needed, each in the dtype of its operand."""
     request, (peak, *rows) = bare.over(tensors[:-_ROWS]), tensors[-_ROWS:]
     assert peak is not None
-    total = backward(request, peak, SumGrads(*rows).over((*request.batch, request.n_query)), needs, backend)  # type: ignore[arg-type]
+    above = SumGrads(*rows).over((*request.batch, request.n_query))  # type: ignore[arg-type]
+    total = backward(request, peak, above, needs, backend, rounded=True)
     return [
         total[name].to(t.dtype).contiguous()
         for name, t in zip(OPERANDS, tensors, strict=False)

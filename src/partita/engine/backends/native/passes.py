@@ -76,8 +76,13 @@ def backward(
     g: SumGrads,
     needs: Sequence[bool],  # query, key, value, scale, bias
     columns: ColumnSums | None = None,  # the peaks `forward` gave, and upstream gradients of the column sums
+    *,
+    rounded: bool = False,
 ) -> dict[str, Tensor] | None:
-    """Gradients of the sums at the same operands, by name."""
+    """Gradients of the sums at the same operands, by name, in the dtype of the sums.
+
+    `rounded`: the key's may be in its own dtype, which is rounded where it is made: all of it in float32 is never held.
+    """
     if len(r.terms) > 1 and (parts := split_request(r)) is not None:
         return added(backward(part, peak, g, needs) for part in parts)
     valued, new = g.moment is not None and r.value is not None, r.scale.new_empty
@@ -107,10 +112,11 @@ def backward(
         at_columns = at(*columns)
         if math.prod(batch) != 1 or valued or g.first is not None or g.second is not None:
             raise ValueError("with columns, one batch entry and gradients of masses and target scores alone are served")
+    rounded = rounded and r.key.dtype == torch.bfloat16 and r.key.shape == (*shared, K, D)
     made = {
         "query": new((*rows, D)) if want["query"] else None,
         "scale": new(rows) if want["scale"] else None,
-        "key": new((*shared, K, D)) if want["key"] else None,
+        "key": new((*shared, K, D), dtype=r.key.dtype if rounded else None) if want["key"] else None,
         "value": new((*shared, K, V)) if want["value"] and valued else None,
     }
     by_row, by_col, by_pair, repeats, table = 0, 0, [0, 0, 0, 0], False, None
@@ -120,8 +126,9 @@ def backward(
             by_pair, repeats = [*at(made["bias"], table), K, 1], math.prod(r.bias.shape[:-2]) < math.prod(batch)
     outputs = (made["query"], made["scale"], made["key"], made["value"])
     packed = library.GRADIENTS.pack(
-        call.geometry.group, math.prod(shared), *at(*given, *outputs), by_row, by_col, *by_pair, repeats, *at_columns
-    )
+        call.geometry.group, math.prod(shared), *at(*given, *outputs), by_row, by_col, *by_pair, repeats, *at_columns,
+        rounded,
+    )  # fmt: skip
     if not library.run("backward", call.problem, packed):
         return None
     if want["value"] and not valued and r.value is not None:
