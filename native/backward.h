@@ -4,6 +4,8 @@
 //
 // A task is a range of rows against a range of keys. Rows are packed a chunk at a time; a key block then meets every
 // row block of the chunk: products with keys and values, e and ds in cache, then e^T g_moment, ds^T query and ds key.
+// Where every row sees every key, all chunks pass over a span of keys before the next span is begun: what the keys
+// receive is then finished a span at a time, and stays in cache until it is.
 #pragma once
 #include <cstdlib>
 
@@ -21,7 +23,15 @@ struct BackwardBlock {
   static constexpr int TILES = (Vec<F>::ROWS > 8 ? 5 : 8) * (PAIRS ? 2 : 1);  // of a row block: inner sums of 70 steps
   static constexpr int ROWS = TILES * Vec<F>::ROWS;
   static constexpr int RUNS = KEYS / Shape<F>::PANEL;
-  static constexpr int64_t CHUNK = 2048;  // rows packed at a time
+  static constexpr int64_t CHUNK = 2048, LEAST = 512;  // rows packed at a time: fewer where they are long
+  static constexpr int64_t CHUNK_BYTES = 2 << 20;
+  static constexpr int64_t SPAN_BYTES = 4 << 20;  // of the gradient of a span of keys
+
+  static int64_t chunk(int64_t dim, int64_t value_dim) {
+    const int64_t width = steps<F>(dim) + steps<F>(value_dim);
+    const int64_t fitting = CHUNK_BYTES / static_cast<int64_t>(sizeof(F)) / (width > 0 ? width : 1);
+    return fitting < LEAST ? LEAST : fitting < CHUNK ? fitting / 2 * 2 : CHUNK;
+  }
 };
 
 template <class F>
@@ -34,12 +44,15 @@ struct BackwardCall {
   int64_t Dp, Vp;
   bool value, moments;  // g_moment given; g_first or g_second given
   bool need_query, need_key, need_value, key_lies;
-  A* sum_key;     // (key_splits, B * Q, Dp): sum_j ds key_j, before the scale
-  A* sum_row;     // (key_splits, B * Q): sum_j ds
-  A* sum_scale;   // (key_splits, B * Q): sum_j ds <query, key_j>; of pairs, since sum_key is of rounded ds
-  A* part_key;    // (row_splits, groups, K, D), or the result itself
-  A* part_value;  // (row_splits, groups, K, V), or the result itself
-  A* column;      // (2, padded K): peak and upstream gradient of the column sums, where there are any
+  bool query_lies;      // rows of queries are read where they are
+  bool round_key;       // the gradient of a span of keys is rounded when it is finished
+  int64_t chunk, span;  // rows packed at a time; keys that all rows pass over before the next ones, 0 for all
+  A* sum_key;           // (B * Q, Dp), two of them in turn: sum_j ds key_j, before the scale
+  A* sum_row;           // (key_splits, B * Q): sum_j ds
+  A* sum_scale;         // (key_splits, B * Q): sum_j ds <query, key_j>; of pairs, since sum_key is of rounded ds
+  A* part_key;          // (row_splits, groups, K, D), or the result itself
+  A* part_value;        // (row_splits, groups, K, V), or the result itself
+  A* column;            // (2, padded K): peak and upstream gradient of the column sums, where there are any
   int64_t padded;
 };
 
@@ -49,9 +62,13 @@ struct BackwardWorkspace : PackedRows<F> {  // a thread's working memory
   // of a chunk of rows
   A *peak, *c0, *c1, *c2, *target, *scale, *ones;
   F *query_rows, *up, *up_rows;  // row-major query; the upstream gradient of the moment, packed and row-major
+  const F* query_from;           // the rows of the chunk for the product over rows: a copy, or where they are
+  int64_t query_step;
+  A* query_sums;  // as `sum_key`, of the keys of this task
   // of a key block
   F *key, *key_rows, *val;
   A *grad_key, *grad_value;
+  A* key_sums;  // of a span of keys, before they are rounded
   // of a row block
   A *e, *ds, *tanhs, *products, *temp;
   F* ds_keys;  // ds as the product with the keys takes it
@@ -68,7 +85,7 @@ struct BackwardWorkspace : PackedRows<F> {  // a thread's working memory
     target = c.take<A>(rows);
     scale = c.take<A>(rows);
     ones = c.take<A>(R);
-    query_rows = c.take<F>(steps<F>(rows) * call.Dp);
+    query_rows = c.take<F>(call.need_key && !call.query_lies ? steps<F>(rows) * call.Dp : 0);
     up = c.take<F>(tiles * Vs * L);
     up_rows = c.take<F>(steps<F>(rows) * call.Vp);
     key = c.take<F>(KEYS * D);
@@ -76,6 +93,7 @@ struct BackwardWorkspace : PackedRows<F> {  // a thread's working memory
     val = c.take<F>(KEYS * Vs);
     grad_key = c.take<A>(KEYS * call.Dp);
     grad_value = c.take<A>(KEYS * call.Vp);
+    key_sums = c.take<A>(call.round_key ? call.span * call.p.D : 0);
     e = c.take<A>(BackwardBlock<F>::ROWS * LD);
     ds = c.take<A>(BackwardBlock<F>::ROWS * LD);
     tanhs = c.take<A>(call.sc.cap > 0 ? R * LD : 0);
@@ -321,7 +339,6 @@ inline bool backward_block(const BackwardCall<F>& call, BackwardWorkspace<F>& t,
                            const TileRange<F>& range, const BackwardKeys<F>& keys, bool& touched) {
   using A = Sum<F>;
   constexpr int LD = BackwardBlock<F>::LD, R = Shape<F>::ROWS, STEP = Factor<F>::STEP;
-  const PartitaProblem& p = call.p;
   const int64_t base = range.row(range.first), total = range.row(range.last) - base;
   BlockColumns<F> seen;
   const A probe = block_score_gradients<F>(call, t, key_split, range, keys, seen);
@@ -330,12 +347,12 @@ inline bool backward_block(const BackwardCall<F>& call, BackwardWorkspace<F>& t,
   clear_unseen<F>(t, range, seen);
   for (int64_t j = seen.begin; j < seen.last; j += R) {
     const int64_t m = seen.last - j < R ? seen.last - j : R;
-    const auto add = [&](const A* left, const F* right, int64_t width, A* to) {
-      accumulate<F, STEP * LD, 1>(m, steps<F>(total), reinterpret_cast<const F*>(left) + j, right + base / STEP * width,
-                                  width, width, to + j * width, width, nullptr);
+    const auto add = [&](const A* left, const F* right, int64_t step, int64_t width, A* to) {
+      accumulate<F, STEP * LD, 1>(m, steps<F>(total), reinterpret_cast<const F*>(left) + j, right + base / STEP * step,
+                                  step, width, to + j * width, width, nullptr);
     };
-    if (call.need_value) add(t.e, t.up_rows, call.Vp, t.grad_value);
-    if (call.need_key) add(t.ds, t.query_rows, call.Dp, t.grad_key);
+    if (call.need_value) add(t.e, t.up_rows, call.Vp, call.Vp, t.grad_value);
+    if (call.need_key) add(t.ds, t.query_from, t.query_step, call.Dp, t.grad_key);
   }
   if (call.need_query)
     for (int64_t i = range.first; i < range.last; ++i) {
@@ -346,7 +363,7 @@ inline bool backward_block(const BackwardCall<F>& call, BackwardWorkspace<F>& t,
       for (int64_t r = 0; r < m;) {
         int64_t n = 1;
         while (r + n < m && t.row[at + r + n].out == t.row[at + r].out + n) ++n;
-        A* sum = call.sum_key + (key_split * p.B * p.Q + t.row[at + r].out) * call.Dp;
+        A* sum = t.query_sums + t.row[at + r].out * call.Dp;
         accumulate<F, 1, LD>(n, steps<F>(c.last - c.begin), t.ds_keys + (at + r - base) * LD + c.begin / STEP,
                              keys.rows + c.begin / STEP * keys.stride, keys.stride, call.Dp, sum, call.Dp, nullptr);
         r += n;

@@ -46,7 +46,8 @@ struct PartitaSums {
   int64_t* argmax;  // the first key of the largest score, -1 where there is none
 };
 
-// Upstream gradients and results, all contiguous in the accumulation dtype; null where absent or not wanted.
+// Upstream gradients and results, all contiguous in the accumulation dtype, but for the key's where `rounded` is set;
+// null where absent or not wanted.
 struct PartitaGradients {
   const int64_t* group;  // (B) which key (and value) an entry uses; numbers from 0, none left out
   int64_t groups;
@@ -58,6 +59,7 @@ struct PartitaGradients {
   PartitaOperand bias;              // one number per row and key, accumulated into zeros
   int64_t bias_is_shared;           // entries repeat in bias.offset
   const void *col_peak, *col_mass;  // (K), col_peak as the forward pass gave it; only where B is 1
+  int64_t rounded;                  // the key's gradient is stored as bfloat16
 };
 
 // What each key receives: sum_i weight_i exp(s_ij - peak_i) over the rows of the entries that share a slot.

@@ -40,7 +40,7 @@ constexpr Field FIELDS[] = {
     S(stats), S(mean), S(forward_only), S(moment_offset), S(moment_row), S(argmax), SIZE(PartitaSums),
     G(group), G(groups), G(peak), G(mass), G(first), G(second), G(moment), G(target), G(query), G(scale), G(key),
     G(value), G(bias_row), G(bias_col), OPERAND(PartitaGradients, bias), G(bias_is_shared), G(col_peak), G(col_mass),
-    SIZE(PartitaGradients),
+    G(rounded), SIZE(PartitaGradients),
     A(scale), A(query), A(key), A(value), A(mean), A(stats), A(count), A(first), SIZE(PartitaAttention),
     R(rows), R(cols), R(row), R(dtype), R(threads), R(gradient), R(unused), R(logits), R(bias), R(target), R(weight),
     R(peak), R(mass), R(target_score), SIZE(PartitaSoftmaxRows),

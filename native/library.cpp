@@ -72,7 +72,7 @@ const Choice& choice() {
 using namespace partita;
 
 // Raised with every change of the structures, so that Python never talks to a library of another version.
-PARTITA_API int32_t partita_version() { return 10; }
+PARTITA_API int32_t partita_version() { return 11; }
 
 PARTITA_API const char* partita_isa() { return choice().name; }
 

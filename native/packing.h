@@ -20,6 +20,11 @@ PARTITA_INLINE float from_bfloat16(uint16_t h) {
   std::memcpy(&f, &bits, 4);
   return f;
 }
+PARTITA_INLINE uint16_t to_bfloat16(float f) {  // to the nearest even; of a number
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
 PARTITA_INLINE float from_float16(uint16_t h) {
 #if defined(__F16C__)
   return _cvtsh_ss(h);

@@ -77,3 +77,35 @@ def test_row_and_column_sums_come_from_one_pass(dtype: torch.dtype, sizes: tuple
     for name, true in {"query": q.grad, "key": k.grad, "scale": a.grad}.items():
         assert_near(grads[name], true, dtype)
         assert torch.equal(grads[name], again[name])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("scale", "dim"), [(1.0, 528), (0.7, 528), (1.0, 527)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_long_rows_come_in_chunks_and_spans(
+    dtype: torch.dtype, scale: float, dim: int, threads: int
+) -> None:
+    """More rows than are packed at a time, more classes than a span, and ranges of classes that are added in turn."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        query, key = torch.randn(1101, dim, dtype=dtype), dim**-0.5 * torch.randn(2000, dim, dtype=dtype)
+        target, above = torch.randint(2000, (1101,)), torch.randn(2, 1101, dtype=dtype)
+        request = Request(query, key, None, torch.full((1,), scale, dtype=dtype), None, target, (), None)
+        sums = passes.forward(request)
+        assert sums is not None
+        g = SumGrads(above[0] / sums.mass, None, None, None, above[1])
+        found = passes.backward(request, sums.peak, g, (True, True, False, True, False))
+        again = passes.backward(request, sums.peak, g, (True, True, False, True, False))
+    finally:
+        torch.set_num_threads(before)
+    assert found is not None
+    assert again is not None
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    leaves = [x.double().requires_grad_() for x in (query, key, torch.full((1101,), scale, dtype=dtype))]
+    score = leaves[2][:, None] * (leaves[0] @ leaves[1].T)
+    own = score.gather(1, target[:, None])[:, 0]
+    wanted = torch.autograd.grad((score.logsumexp(-1) * above[0] + own * above[1]).sum(), leaves)
+    for name, want in zip(("query", "key", "scale"), wanted, strict=True):
+        got = found[name]
+        assert_near(got, want if got.shape == want.shape else want.sum().expand(got.shape), dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 import partita
 from partita.engine.backends.native import library, losses, passes
 from partita.engine.request import Request
+from partita.engine.sums import SumGrads
 from tests.tolerances import assert_no_worse_than_naive
 
 FOUND = library.load()
@@ -183,6 +184,26 @@ def test_chunks_of_a_cross_entropy_are_summed_in_float32() -> None:
     # p is the same; float32 sums in another order, then one rounding to bfloat16
     assert (whole.double() - chunked.double()).abs().max() <= U * float(whole.abs().max())
     assert (whole == chunked).double().mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "dim"), [(1, 700, 33), (77, 1500, 512), (1100, 2100, 1040), (2100, 300, 16)]
+)
+def test_gradients_of_classes_are_summed_in_float32_and_rounded_once(rows: int, vocabulary: int, dim: int) -> None:
+    """Rows in one chunk and in several, classes in one span and in several: equal to rounding what float32 gives."""
+    x, w = torch.randn(rows, dim).to(BF16), (dim**-0.5 * torch.randn(vocabulary, dim)).to(BF16)
+    request = Request(x, w, None, torch.ones(1), None, torch.randint(vocabulary, (rows,)), (), None)
+    sums = passes.forward(request)
+    assert sums is not None
+    g = SumGrads(*(torch.randn(rows) / sums.mass for _ in range(3)), None, torch.randn(rows))
+    needs = (True, True, False, False, False)
+    whole, rounded = (passes.backward(request, sums.peak, g, needs, rounded=so) for so in (False, True))
+    assert whole is not None
+    assert rounded is not None
+    assert whole["key"].dtype == torch.float32
+    assert rounded["key"].dtype == BF16
+    assert torch.equal(rounded["key"], whole["key"].to(BF16))
+    assert torch.equal(rounded["query"], whole["query"])
 
 
 def test_what_is_merged_is_not_rounded() -> None:

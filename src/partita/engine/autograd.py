@@ -81,12 +81,19 @@ def forward(request: Request, backend: Backend | None = None) -> Sums:
 
 
 def backward(
-    request: Request, peak: Tensor, g: SumGrads, needs: Sequence[bool], backend: Backend | None = None
+    request: Request,
+    peak: Tensor,
+    g: SumGrads,
+    needs: Sequence[bool],
+    backend: Backend | None = None,
+    *,
+    rounded: bool = False,  # they may come in the dtype of their operands, not in that of the sums
 ) -> dict[str, Tensor]:
     """Gradients of the operands that need one, by their names; without a graph."""
     entry = choose(request) if backend is None else backend
     with no_autocast(request.query), torch.no_grad():
-        grads = entry.backward(request, peak, g, needs)
+        make = (entry.rounded_backward if rounded else None) or entry.backward
+        grads = make(request, peak, g, needs)
         return tiled.backward(request, peak, g, needs) if grads is None else grads
 
 
@@ -173,7 +180,7 @@ def pulled_back(
             out[i] = grad
         return out
     request = bare.over(tensors)
-    total = backward(request, peak, g, needs, backend)
+    total = backward(request, peak, g, needs, backend, rounded=True)
     for i, (name, tensor) in zip(places, request.operands().items(), strict=True):
         grad = total.get(name)
         if tensor is not None and grad is not None:
@@ -226,7 +233,8 @@ _ROWS = 6  # peak, then the gradients of mass, first, second, moment, target: wh
 def _gradients(request: Request, backend: Backend | None, peak: Any, *given: Any) -> list[Tensor]:
     """The gradients that are needed, each in the dtype of its operand."""
     *g, needs = given
-    total = backward(request, peak, SumGrads(*g).over((*request.batch, request.n_query)), needs, backend)
+    above = SumGrads(*g).over((*request.batch, request.n_query))
+    total = backward(request, peak, above, needs, backend, rounded=True)
     return [total[name].to(getattr(request, name).dtype).contiguous() for name in OPERANDS if name in total]
 
 

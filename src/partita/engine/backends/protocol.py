@@ -40,6 +40,8 @@ class Backend:
     forward: Callable[[Request], Sums | None]
     backward: Callable[[Request, Tensor, SumGrads, Needs], Gradients | None]
     # ---- fast paths
+    # `backward`, but that gradients may come in the dtype of their operands: less memory, and no sums of them
+    rounded_backward: Callable[[Request, Tensor, SumGrads, Needs], Gradients | None] | None = None
     # E[value] and statistics of plain attention without a graph: query, key, value, scale, causal, statistics
     attention: Callable[[Tensor, Tensor, Tensor, float, bool, bool], tuple[Tensor, Stats | None] | None] | None = None
     # nll of every row, and the gradients of their weighted sum, made going forward

@@ -8,6 +8,8 @@ losses, divergence    kernels of their own
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from partita.engine.backends.disjoint import too_large
@@ -42,6 +44,7 @@ BACKEND = Backend(
     why_not,
     passes.forward,
     passes.backward,
+    rounded_backward=partial(passes.backward, rounded=True),
     attention=passes.attention,
     weighted_nll=weighted_nll,
     both_ways=BothWays(both_ways, both_ways_backward),

@@ -68,7 +68,7 @@ SUMS = Structure(
 GRADIENTS = Structure(
     "PartitaGradients",
     "ptr group  i64 groups  ptr peak mass first second moment target query scale key value bias_row bias_col "
-    "operand bias  i64 bias_is_shared  ptr col_peak col_mass",
+    "operand bias  i64 bias_is_shared  ptr col_peak col_mass  i64 rounded",
 )
 ATTENTION = Structure("PartitaAttention", "f64 scale  ptr query key value mean stats count first")
 SOFTMAX_ROWS = Structure(
@@ -105,7 +105,7 @@ def disagreement(reported: str) -> str | None:
 
 # ---- loading and calling -------------------------------------------------------------------------------------------
 
-_VERSION = 10
+_VERSION = 11
 _NAME = "libpartita_native.so"
 _FUNCTIONS = {"forward": 2, "backward": 2, "attention": 3, "softmax_rows": 1, "logits": 1, "received": 2,
               "divergence_rows": 1, "top": 2, "gaps": 2, "input_gradient": 1, "weight_gradient": 1}  # fmt: skip

@@ -74,8 +74,13 @@ def backward(
     g: SumGrads,
     needs: Sequence[bool],  # query, key, value, scale, bias
     columns: ColumnSums | None = None,  # the peaks `forward` gave, and upstream gradients of the column sums
+    *,
+    rounded: bool = False,
 ) -> dict[str, Tensor] | None:
-    """Gradients of the sums at the same operands, by name."""
+    """Gradients of the sums at the same operands, by name, in the dtype of the sums.
+
+    `rounded`: the key's may be in its own dtype, which is rounded where it is made: all of it in float32 is never held.
+    """
     if len(r.terms) > 1 and (parts := split_request(r)) is not None:
         return added(backward(part, peak, g, needs) for part in parts)
     valued, new = g.moment is not None and r.value is not None, r.scale.new_empty
@@ -99,7 +104,10 @@ def backward(
     if columns is not None:
         by_key = block(columns.peak, "column peak", (K,), torch.float64), block(columns.mass, "g_column", (K,), acc)
     shapes = {"query": (*rows, D), "scale": rows, "key": (*shared, K, D), "value": (*shared, K, V)}
-    made = {name: new(shape) for name, shape in shapes.items() if name in want and (valued or name != "value")}
+    rounded = rounded and r.key.dtype == torch.bfloat16 and r.key.shape == shapes["key"]
+    kinds = {"key": r.key.dtype if rounded else acc}
+    wanted = [name for name in shapes if name in want and (valued or name != "value")]
+    made = {name: new(shapes[name], dtype=kinds.get(name, acc)) for name in wanted}
     by_row, by_col, by_pair, repeats, table = 0, 0, [0, 0, 0, 0], False, None
     if r.bias is not None and "bias" in want:
         made["bias"], by_row, by_col, table = _bias(r.bias, rows, K, acc)
@@ -107,7 +115,7 @@ def backward(
             by_pair, repeats = [*at(made["bias"], table), K, 1], math.prod(r.bias.shape[:-2]) < math.prod(batch)
     outputs = at(*given, *[made.get(name) for name in shapes])
     packed = library.GRADIENTS.pack(
-        call.geometry.group, math.prod(shared), *outputs, by_row, by_col, *by_pair, repeats, *at(*by_key)
+        call.geometry.group, math.prod(shared), *outputs, by_row, by_col, *by_pair, repeats, *at(*by_key), rounded
     )
     if not library.run("backward", call.problem, packed):
         return None
