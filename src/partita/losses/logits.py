@@ -15,13 +15,12 @@ from torch import Tensor
 from partita import _checks
 from partita._checks import Reduction
 from partita._torch_function import overridable
-from partita.collective import ALONE
 from partita.engine import Stats
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.losses.linear import over_rows
-from partita.losses.objective import Options, Slice, Terms, likeliest
+from partita.losses.objective import Options, Terms, likeliest
 from partita.precision import loss_dtype
-from partita.rows import blank_ignored, loss_stats, probabilities, reduce_rows, sums_of
+from partita.rows import Rows, loss_stats, placed, probabilities, reduce_rows, sums_of
 
 __all__ = ["brier_loss", "cross_entropy", "focal_loss", "mae_loss", "mse_loss"]
 
@@ -76,19 +75,15 @@ def cross_entropy(
         index = likeliest(probs, -1)
         _checks.check_classes(index, n_class, ignore_index)
         sums = sums_of(raised, index)
-        terms = Terms.of_probabilities(soft, (soft * raised).sum(-1), sample)
+        terms = Terms.of_probabilities(options, soft, (soft * raised).sum(-1), sample)
     else:
         index, kept = _index(target, shape, n_class, ignore_index)
         sums = sums_of(raised, index)
         class_weight = options.class_weight(raised.dtype)
         linear = (raised if class_weight is None else raised * class_weight).sum(-1) if label_smoothing else None
-        terms = Slice(ALONE, n_class, None, index).terms(options, linear, sample, kept, raised.dtype)
-    rows = terms.rows(sums.nll(), sums.state, options)
-    loss = terms.reduce(rows, options).to(loss_dtype(input))
-    if not return_stats:
-        return loss
-    stats = loss_stats(sums)
-    return loss, stats if terms.kept is None else blank_ignored(stats, terms.kept)
+        terms = Terms.of_classes(options, index, linear, sample, kept, raised.dtype)
+    loss = terms.reduce(terms.rows(sums.nll(), sums.state)).to(loss_dtype(input))
+    return (loss, placed(loss_stats(sums), Rows(shape, None, terms.kept).place)) if return_stats else loss
 
 
 @overridable
