@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from partita import support
 from partita._checks import check_positive
 from partita._torch_function import overridable
 from partita.contrastive import ContrastStats, joint_loss
-from partita.contrastive.candidates import Bank, PartialScore, merged, positive_score
+from partita.contrastive.candidates import Anchors, Bank, PartialScore, positive_score
 from partita.contrastive.readout import readout
 from partita.engine import State, Stats
 from partita.errors import ShapeError, ValueRangeError
@@ -224,82 +225,59 @@ def ranking_loss(
     return_stats: also a `ContrastStats` of the queries among all documents, which takes passes of its own.
     """
     away = [x[:0] for x in (query, *docs)] if others is None else list(others)
-    states = _states(query, list(docs), away, scale, directions, hardness, score)
+    anchors = Anchors(query, scale, score=score)
+    states = _states(anchors, docs, away, directions, hardness)
     positive = positive_score(query, docs[0], scale, score)
     if remember is not None:
         remember(states[0].stats())
     each = [joint_loss(positive, *states)] if joint else [joint_loss(positive, state) for state in states]
     loss = torch.stack(each).mean()
-    return (loss, _read(states[0], query, docs, away, positive, scale, score)) if return_stats else loss
+    return (loss, _read(states[0], anchors, docs, away, positive)) if return_stats else loss
 
 
 def _states(
-    query: Tensor,
-    docs: list[Tensor],
-    away: list[Tensor],
-    scale: float,
-    directions: Sequence[str],
-    hardness: Any,
-    score: Score | None,
+    anchors: Anchors, docs: Sequence[Tensor], away: Sequence[Tensor], directions: Sequence[str], hardness: Any
 ) -> list[State]:
-    positive = docs[0]
-    pairs = zip((query, *docs), away, strict=True)
+    pairs = zip((anchors.query, *docs), away, strict=True)
     everything = [torch.cat([mine, theirs]) for mine, theirs in pairs]  # those of this rank first
     mode, strength = hardness
-    back = None if score is None else PartialScore(score, turned=True)  # queries stay the first argument
+    back = anchors.turned(docs[0])
     if mode is None or strength == 0.0:
-        found = {"query_to_doc": Bank(torch.cat(everything[1:]), score=score).state(query, scale)}
+        found = {"query_to_doc": anchors.state([Bank(torch.cat(everything[1:]))])}
     else:
-        found = {"query_to_doc": _hardness_weighted(query, docs, everything[1:], scale, mode, strength, score)}
+        found = {"query_to_doc": _hardness_weighted(anchors, docs, everything[1:], mode, strength)}
     if "query_to_query" in directions:
-        found["query_to_query"] = Bank(everything[0], support.not_self(), score=score).state(query, scale)
+        found["query_to_query"] = anchors.state([Bank(everything[0], support.not_self())])
     if "doc_to_query" in directions:
-        found["doc_to_query"] = Bank(everything[0], score=back).state(positive, scale)
+        found["doc_to_query"] = back.state([Bank(everything[0])])
     if "doc_to_doc" in directions:
         # documents of the row's own query are no negatives: one left out of each column
-        banks = [Bank(x, support.not_self(), score=back) for x in everything[1:]]
-        found["doc_to_doc"] = merged([bank.state(positive, scale) for bank in banks])
+        found["doc_to_doc"] = back.state([Bank(x, support.not_self()) for x in everything[1:]])
     return [found["query_to_doc"], *(found[name] for name in directions if name != "query_to_doc")]
 
 
 def _hardness_weighted(
-    query: Tensor,
-    own: list[Tensor],
-    everything: list[Tensor],
-    scale: float,
-    mode: str,
-    strength: float,
-    score: Score | None,
+    anchors: Anchors, own: Sequence[Tensor], everything: list[Tensor], mode: str, strength: float
 ) -> State:
     """The row's positive as it is; its hard negatives and all other documents with or without a weight."""
 
-    def state(key: Tensor, seen: support.Support | None, weight: float) -> State:
-        if score is None:
-            return Bank(key, seen, weight).state(query, scale)
-        whole = scale + weight
-        return Bank(key, seen, score=PartialScore(score, share=scale / whole)).state(query, whole)
+    def weighted(weight: float) -> Anchors:
+        if anchors.score is None:
+            return replace(anchors, hardness=weight)
+        whole = anchors.scale + weight
+        return replace(anchors, scale=whole, score=PartialScore(anchors.score, share=float(anchors.scale / whole)))
 
-    of_others, hard = (strength if mode in (name, "all_negatives") else 0.0 for name in _HARDNESS[:2])
-    states = [state(own[0][:, None], None, 0.0), *(state(x, support.not_self(), of_others) for x in everything)]
-    if len(own) > 1:
-        states.append(state(torch.stack(own[1:], 1), None, hard))
-    return merged(states)
+    of_others, hard = (weighted(strength if mode in (name, "all_negatives") else 0.0) for name in _HARDNESS[:2])
+    whole = anchors.state([Bank(own[0][:, None])])
+    whole = whole.merge(of_others.state([Bank(x, support.not_self()) for x in everything]))
+    return whole.merge(hard.state([Bank(torch.stack(list(own[1:]), 1))])) if len(own) > 1 else whole
 
 
 @torch.no_grad()
-def _read(
-    whole: State,
-    query: Tensor,
-    docs: Sequence[Tensor],
-    away: Sequence[Tensor],
-    own: Tensor,
-    scale: float,
-    score: Score | None,
-) -> ContrastStats:
+def _read(whole: State, anchors: Anchors, docs: Sequence[Tensor], away: Sequence[Tensor], own: Tensor) -> ContrastStats:
     """The queries among all documents: those of others, and every column of negatives."""
     columns = [torch.cat([mine, theirs]) for mine, theirs in zip(docs, away[1:], strict=True)]
-    banks = [Bank(columns[0], support.not_self(), score=score), *(Bank(column, score=score) for column in columns[1:])]
-    negatives = merged([bank.state(query, scale) for bank in banks])
-    positive = positive_score(query, docs[0], 1.0, score)
+    banks = [Bank(columns[0], support.not_self()), *(Bank(column) for column in columns[1:])]
+    negatives = anchors.state(banks)
     nll = -logsigmoid(own - negatives.log_partition())
-    return readout(whole, negatives, banks, None, nll, scale, query, docs[0], [positive], score)
+    return readout(anchors, docs[0], banks, whole, negatives, nll, [anchors.positive(docs[0])])

@@ -74,10 +74,13 @@ def _two_views(
     n = max(len(anchors) // 2, 1)  # of no anchors too there are windows
     window = supports.window
     rest = window(None, -n - 1) | (window(n - 1, n - 1) & supports.not_self()) | window(-n - 1, None)
-    bank, partners = candidates.Bank(anchors, rest, processes=processes), anchors[other]
-    left_out = [candidates.positive_score(anchors, x, 1.0) for x in (anchors, partners)]
-    negatives = bank.state(anchors, scale)
-    return readout(sums.state, negatives, [bank], sums.rank, sums.nll(), scale, anchors, partners, left_out)
+    rows, banks, partners = (
+        candidates.Anchors(anchors, scale, processes),
+        [candidates.Bank(anchors, rest)],
+        anchors[other],
+    )
+    left_out = [rows.positive(x) for x in (anchors, partners)]
+    return readout(rows, partners, banks, sums.state, rows.state(banks), sums.nll(), left_out, sums.rank)
 
 
 @overridable
@@ -161,9 +164,9 @@ def label_rows(
     rows = torch.where((count > 0) & ~alone, level - positive, torch.zeros_like(positive))
     if not stats:
         return rows, count, None
-    bank = candidates.of_other_labels(keys, labels.long(), key_labels.long(), 0.0, processes, 1, score=score)
+    bank = candidates.of_other_labels(keys, labels.long(), key_labels.long(), processes, 1)
     with torch.no_grad():
-        negatives = bank.state(x, scale)
+        negatives = candidates.Anchors(x, scale, processes, score).state([bank])
         right = (count > 0) & ((negatives.max_score() < state.max_score()) | negatives.empty())
     return rows, count, label_stats(state, negatives, right, rows, count, x, scale)
 
