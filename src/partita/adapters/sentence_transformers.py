@@ -16,7 +16,7 @@ from partita import support
 from partita._checks import check_positive
 from partita._torch_function import overridable
 from partita.contrastive import ContrastStats, joint_loss
-from partita.contrastive.candidates import Anchors, Bank, PartialScore, positive_score
+from partita.contrastive.candidates import Anchors, Bank, PartialScore
 from partita.contrastive.readout import readout
 from partita.engine import State, Stats
 from partita.errors import ShapeError, ValueRangeError
@@ -227,7 +227,7 @@ def ranking_loss(
     away = [x[:0] for x in (query, *docs)] if others is None else list(others)
     anchors = Anchors(query, scale, score=score)
     states = _states(anchors, docs, away, directions, hardness)
-    positive = positive_score(query, docs[0], scale, score)
+    positive = scale * anchors.positive(docs[0])
     if remember is not None:
         remember(states[0].stats())
     each = [joint_loss(positive, *states)] if joint else [joint_loss(positive, state) for state in states]

@@ -64,7 +64,7 @@ class Anchors:
 
     def positive(self, key: Tensor) -> Tensor:  # (n,)
         """The score of each row with its own key, before the scale."""
-        return positive_score(self.query, key, 1.0, self.score)
+        return positive_score(self.query, key, self.score)
 
     def state(self, banks: Iterable[Bank], statistics: bool = True) -> State:
         """Sums over the keys that each row may see, of all banks."""
@@ -153,21 +153,22 @@ def _hardness_weighted(
     return query, key, scale + hardness
 
 
-def positive_score(query: Tensor, key: Tensor, scale: float | Tensor, score: Score | None = None) -> Tensor:  # (n,)
-    """scale * score(query_i, key_i), in the precision of the sums."""
+def positive_score(query: Tensor, key: Tensor, score: Score | None = None) -> Tensor:  # (n,)
+    """The score of each row with its own key, before the scale, in the precision of the sums."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    if score is not None:
-        pieces = zip(query.to(dtype).split(_SQUARE), key.to(dtype).split(_SQUARE), strict=True)
-        with no_autocast(query):
-            return scale * torch.cat([score(a, b).diagonal() for a, b in pieces])
-    return scale * (query.to(dtype) * key.to(dtype)).sum(-1)
+    query, key = query.to(dtype), key.to(dtype)
+    if score is None:
+        return (query * key).sum(-1)
+    with no_autocast(query):
+        pieces = zip(query.split(_SQUARE), key.split(_SQUARE), strict=True)
+        return torch.cat([score(a, b).diagonal() for a, b in pieces])
 
 
 def paired_scores(query: Tensor, keys: Tensor, score: Score | None) -> Tensor:  # (n, m)
     """The score of each row with keys of its own, (n, m, dim)."""
     if score is None:
         return (query[:, None, :] * keys).sum(-1)
-    return torch.stack([positive_score(query, one, 1.0, score) for one in keys.unbind(1)], 1)
+    return torch.stack([positive_score(query, one, score) for one in keys.unbind(1)], 1)
 
 
 def prepare(name: str, vectors: Tensor, normalize: bool) -> Tensor:

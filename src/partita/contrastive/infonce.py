@@ -104,6 +104,12 @@ def info_nce_loss(
         given = {"query": query, "positive_key": positive_key, "negative_keys": negative_keys}
         kinds = [len(query), 0 if negative_keys is None else len(negative_keys), 0 if kept is None else len(kept[0])]
         processes = agree(processes, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
+    if isinstance(score, InnerProduct):  # of other vectors
+        query, positive_key = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
+        if negative_keys is not None:
+            negative_keys = compared(score, query, prepare("negative_keys", negative_keys, normalize))[1]
+        kept = None if kept is None else (compared(score, query, kept[0].to(query.dtype))[1], *kept[1:])
+        (query, positive_key), score, normalize = compared(score, query, positive_key), None, False
     if plain and score is None:
         return diagonal_loss(
             query, positive_key, scale, symmetric=symmetric, normalize=normalize, reduction=reduction,
@@ -111,14 +117,6 @@ def info_nce_loss(
         )  # fmt: skip
     q, k = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
     negatives = None if negative_keys is None else prepare("negative_keys", negative_keys, normalize)
-    if isinstance(score, InnerProduct):  # of other vectors
-        negatives = None if negatives is None else compared(score, q, negatives)[1]
-        kept = None if kept is None else (compared(score, q, kept[0].to(q.dtype))[1], *kept[1:])
-        (q, k), score = compared(score, q, k), None
-        if plain:
-            return diagonal_loss(
-                q, k, scale, symmetric=symmetric, normalize=False, reduction=reduction, return_stats=return_stats
-            )
     anchors, in_batch = Anchors(q, scale, processes, score, hardness), negative_keys is None
     banks = _banks(anchors, k, negatives, labels, kept)
     rows, stats = _rows(anchors, k, banks, exclude, decoupled, in_batch, return_stats)
@@ -146,17 +144,16 @@ def diagonal_loss(
     loss = mean_i ( log Z_row_i - s_ii ),        symmetric: averaged with  mean_j ( log Z_column_j - s_jj )
     """
 
-    def nll(query: Tensor, key: Tensor, sharp: Tensor | None = None) -> Tensor:
+    def loss(query: Tensor, key: Tensor, sharp: Tensor | None = None) -> Tensor:
         q, k = prepare("query", query, normalize), prepare("key", key, normalize)
         factor = scale if sharp is None else sharp
         own = torch.arange(len(q), device=q.device)
-        if not symmetric:
-            return processes.sums(q, k, factor, bias=bias, target=own, statistics=False).nll()
-        rows, columns = processes.both_ways_nll(q, k, factor, bias, own)
-        return (rows + columns) / 2
-
-    def loss(query: Tensor, key: Tensor, sharp: Tensor | None = None) -> Tensor:
-        return processes.reduce(nll(query, key, sharp), reduction).to(loss_dtype(query))
+        if symmetric:
+            rows, columns = processes.both_ways_nll(q, k, factor, bias, own)
+            nll = (rows + columns) / 2
+        else:
+            nll = processes.sums(q, k, factor, bias=bias, target=own, statistics=False).nll()
+        return processes.reduce(nll, reduction).to(loss_dtype(query))
 
     if not return_stats:
         alone = processes.alone and bias is None

@@ -18,6 +18,7 @@ from partita.comparison import check_kind, divergence, score_divergence, weighte
 from partita.engine.divergences import Kind
 from partita.errors import ShapeError
 from partita.gibbs import Gibbs
+from partita.losses.vocabulary import check_head
 from partita.precision import loss_dtype
 from partita.rows import Rows, reduce_rows
 
@@ -85,8 +86,20 @@ def linear_distillation_loss(
     0.0
     """
     _check(temperature, reduction, kind, beta)
-    _check_heads(input, linear_weight, teacher_input, teacher_weight)
-    lead, rows = tuple(input.shape[:-1]), Rows(tuple(input.shape[:-1]))
+    names = ("input", "linear_weight", "linear_bias"), ("teacher_input", "teacher_weight", "teacher_bias")
+    lead = check_head(input, linear_weight, linear_bias, names=names[0], n_class="n_class")
+    teacher_lead = check_head(teacher_input, teacher_weight, teacher_bias, names=names[1], n_class="n_class")
+    if linear_weight.shape[0] != teacher_weight.shape[0]:
+        raise ShapeError(
+            f"both heads must have the same number of classes; got {linear_weight.shape[0]} and "
+            f"{teacher_weight.shape[0]}."
+        )
+    if lead != teacher_lead:
+        raise ShapeError(
+            f"input and teacher_input must have the same rows; got {_checks.shape_text(input)} and "
+            f"{_checks.shape_text(teacher_input)}."
+        )
+    rows = Rows(lead)
     if target is not None:
         _checks.check_index_dtype("target", target)
         if tuple(target.shape) != lead:
@@ -98,9 +111,6 @@ def linear_distillation_loss(
         _checks.check_rows("sample_weight", sample_weight, input[..., 0])
         weight = sample_weight.detach().to(dtype).expand(lead)
     weight = rows.take(weight if rows.counts is None else weight.masked_fill(~rows.counts, 0))
-    for name, bias in (("linear_bias", linear_bias), ("teacher_bias", teacher_bias)):
-        if bias is not None:
-            _checks.check_classwise(name, bias, linear_weight.shape[0])
 
     def softened(x: Tensor, head: Tensor, bias: Tensor | None) -> Gibbs:
         return Gibbs(rows.take(x), head, scale=1 / temperature, bias=None if bias is None else bias / temperature)
@@ -113,26 +123,6 @@ def linear_distillation_loss(
         return found.to(loss_dtype(input))
     total = weighted_divergence(teacher, student, temperature**2 * weight, kind, beta=beta)
     return reduce_rows(total, reduction, weight.sum()).to(loss_dtype(input))
-
-
-def _check_heads(input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor) -> None:
-    names = ("input", "linear_weight", "teacher_input", "teacher_weight")
-    for name, x in zip(names, (input, linear_weight, teacher_input, teacher_weight), strict=True):
-        _checks.check_float(name, x)
-        if x.dim() < 1:
-            raise ShapeError(f"{name} must have features in its last dimension; got a single number.")
-    _checks.check_matrix("linear_weight", linear_weight)
-    _checks.check_matrix("teacher_weight", teacher_weight)
-    if linear_weight.shape[0] != teacher_weight.shape[0]:
-        raise ShapeError(
-            f"both heads must have the same number of classes; got {linear_weight.shape[0]} and "
-            f"{teacher_weight.shape[0]}."
-        )
-    if input.shape[:-1] != teacher_input.shape[:-1]:
-        raise ShapeError(
-            f"input and teacher_input must have the same rows; got {_checks.shape_text(input)} and "
-            f"{_checks.shape_text(teacher_input)}."
-        )
 
 
 def _check(temperature: float, reduction: _checks.Reduction, kind: Kind, beta: float) -> None:

@@ -31,8 +31,8 @@ from partita.engine.small import scores as small_scores
 from partita.engine.state import divided
 from partita.errors import DtypeError, ShapeError, TargetError, ValueRangeError
 from partita.losses.objective import Options, Terms, likeliest
-from partita.losses.vocabulary import local_ids
-from partita.precision import accumulation_dtype, check_same_dtype, loss_dtype, no_autocast
+from partita.losses.vocabulary import check_head, local_ids
+from partita.precision import accumulation_dtype, loss_dtype, no_autocast
 from partita.recompute import by_rows, row_blocks
 from partita.rows import Rows, loss_stats, placed
 
@@ -95,7 +95,10 @@ def linear_cross_entropy(
             return found
     processes = collective_of(group)
     with processes.validate():
-        _check_operands(input, linear_weight, linear_bias, scale)
+        names = ("input", "linear_weight", "linear_bias")
+        check_head(input, linear_weight, linear_bias, names=names, n_class="n_class", outputs=True)
+        if not isinstance(scale, (Tensor, float)):
+            _checks.check_number("scale", scale)
         if softcap is not None:
             _checks.check_positive("softcap", softcap)
         given = -100 if ignore_index is None else ignore_index
@@ -149,33 +152,6 @@ def _terms(head: _Head, options: Options, index: Tensor, here: Tensor | None, pr
         return Terms.of_probabilities(options, soft, head.weighted_scores(soft), head.sample)
     linear = head.weighted_scores(options.class_weight(head.dtype)) if options.label_smoothing else None
     return Terms.of_classes(options, index, linear, head.sample, head.mask, head.dtype, processes, here)
-
-
-def _check_operands(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, scale: float | Tensor) -> None:
-    """In the names of this face: errors of the engine name query and key."""
-    _checks.check_float("input", input)
-    _checks.check_float("linear_weight", linear_weight)
-    if not isinstance(scale, (Tensor, float)):
-        _checks.check_number("scale", scale)
-    if input.dim() < 1 or linear_weight.dim() < 2:
-        raise ShapeError(
-            f"input must be (..., dim) and linear_weight (n_class, dim); got {_checks.shape_text(input)} and "
-            f"{_checks.shape_text(linear_weight)}."
-        )
-    if input.shape[-1] != linear_weight.shape[-1]:
-        raise ShapeError(
-            f"input and linear_weight must share their last dim; got {_checks.shape_text(input)} and "
-            f"{_checks.shape_text(linear_weight)}. nn.Linear keeps its weight as (n_class, dim)."
-        )
-    check_same_dtype(("input", "linear_weight"), input, linear_weight)
-    if linear_bias is not None:
-        _checks.check_float("linear_bias", linear_bias)
-    if linear_bias is not None and tuple(linear_bias.shape) != tuple(linear_weight.shape[:-1]):
-        raise ShapeError(
-            f"linear_bias must have one number per class, shape {tuple(linear_weight.shape[:-1])}; "
-            f"got {_checks.shape_text(linear_bias)}."
-        )
-    _checks.check_device(("input", "linear_weight", "linear_bias"), (input, linear_weight, linear_bias))
 
 
 def _agreed(processes: Collective, head: _Head, options: Options, rules: tuple[object, ...]) -> Collective:

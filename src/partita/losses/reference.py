@@ -66,7 +66,7 @@ def token_divergence(
     """
     processes = collective_of(group)
     with processes.validate():
-        lead = check_head("hidden", hidden, weight)
+        lead = check_head(hidden, weight)
         check_kind(kind, beta)
         if tail not in ("ignore", "bucket"):
             raise ValueRangeError(f"tail must be 'ignore' or 'bucket'; got {tail!r}.")
@@ -113,7 +113,7 @@ def _check_reference(
     """The reference's head."""
     if ref_weight is None:
         raise ValueRangeError("ref_hidden needs its ref_weight, (vocabulary, dim of the reference).")
-    ref_lead = check_head("ref_hidden", ref_hidden, ref_weight)
+    ref_lead = check_head(ref_hidden, ref_weight, names=("ref_hidden", "ref_weight", ""))
     if ref_lead != lead:
         raise ShapeError(f"hidden and ref_hidden must have the same rows; got {lead} and {ref_lead}.")
     if ref_ids is not None:

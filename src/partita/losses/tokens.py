@@ -108,9 +108,9 @@ def token_stats(
     wanted, best = _wanted(want)
     processes = collective_of(group)
     with processes.validate():
-        lead = check_head("hidden", hidden, weight)
-        _check(lead, len(weight), ids, bias, softcap, ignore_index, shift, kept)
-        _checks.check_device(("hidden", "ids", "bias", "kept"), (hidden, ids, bias, kept))
+        lead = check_head(hidden, weight, bias)
+        _check(lead, ids, softcap, ignore_index, shift, kept)
+        _checks.check_device(("hidden", "ids", "kept"), (hidden, ids, kept))
         warmth = row_temperature(temperature, lead)
         limits = _limits(top_k, top_p, min_p)
         chosen = limits is not None or kept is not None
@@ -330,14 +330,7 @@ def _limits(top_k: int | None, top_p: float | None, min_p: float | None) -> Limi
 
 
 def _check(
-    lead: tuple[int, ...],
-    n_token: int,
-    ids: Tensor,
-    bias: Tensor | None,
-    softcap: float | None,
-    ignore_index: int,
-    shift: int,
-    kept: Tensor | None,
+    lead: tuple[int, ...], ids: Tensor, softcap: float | None, ignore_index: int, shift: int, kept: Tensor | None
 ) -> None:
     _checks.check_index_dtype("ids", ids)
     if tuple(ids.shape) != lead and tuple(ids.shape[:-1]) != lead:
@@ -350,8 +343,6 @@ def _check(
     _checks.check_whole("shift", shift, least=0)
     if shift and not lead:
         raise ShapeError("shift needs positions: hidden (..., T, dim) and ids (..., T).")
-    if bias is not None:
-        _checks.check_classwise("bias", bias, n_token)
     if kept is not None:
         _checks.check_index_dtype("kept", kept)
         if tuple(kept.shape[:-1]) != lead:

@@ -144,18 +144,36 @@ def row_temperature(temperature: float | Tensor, lead: tuple[int, ...]) -> float
     return temperature.to(torch.promote_types(temperature.dtype, torch.float32)).expand(lead)
 
 
-def check_head(name: str, hidden: Tensor, weight: Tensor) -> tuple[int, ...]:
-    """The rows of hidden states that fit a head."""
-    head = "weight" if name == "hidden" else "ref_weight"
-    _checks.check_float(name, hidden)
-    _checks.check_float(head, weight)
-    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[-1]:
+def check_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    names: tuple[str, str, str] = ("hidden", "weight", "bias"),
+    n_class: str = "vocabulary",
+    outputs: bool = False,  # more dimensions between the classes and the features
+) -> tuple[int, ...]:
+    """The rows of hidden states that fit a head; errors have the names of the face."""
+    for name, given in zip(names, (hidden, weight, bias), strict=True):
+        if given is not None:
+            _checks.check_float(name, given)
+    if hidden.dim() < 1 or weight.dim() < 2 or (weight.dim() > 2 and not outputs):
         raise ShapeError(
-            f"{name} must be (..., dim) and {head} (vocabulary, dim); got {_checks.shape_text(hidden)} and "
-            f"{_checks.shape_text(weight)}. nn.Linear keeps its weight that way round."
+            f"{names[0]} must be (..., dim) and {names[1]} ({n_class}, dim); got {_checks.shape_text(hidden)} and "
+            f"{_checks.shape_text(weight)}."
         )
-    check_same_dtype((name, head), hidden, weight)
-    _checks.check_device((name, head), (hidden, weight))
+    if hidden.shape[-1] != weight.shape[-1]:
+        raise ShapeError(
+            f"{names[0]} and {names[1]} must share their last dim; got {_checks.shape_text(hidden)} and "
+            f"{_checks.shape_text(weight)}. nn.Linear keeps its weight as ({n_class}, dim)."
+        )
+    check_same_dtype(names[:2], hidden, weight)
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise ShapeError(
+            f"{names[2]} must have one number per class, shape {tuple(weight.shape[:-1])}; "
+            f"got {_checks.shape_text(bias)}."
+        )
+    _checks.check_device(names, (hidden, weight, bias))
     return tuple(hidden.shape[:-1])
 
 
