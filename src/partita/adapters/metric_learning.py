@@ -14,6 +14,7 @@ from partita._checks import check_positive
 from partita._torch_function import overridable
 from partita.collective import ALONE
 from partita.contrastive import LabelStats, sort_by_label
+from partita.contrastive.candidates import Anchors
 from partita.contrastive.readout import label_stats
 from partita.contrastive.views import label_rows
 from partita.engine import State
@@ -190,8 +191,8 @@ def _labelled(
     """The losses of anchors, or of all pairs of a label; negatives stream."""
     stats = None
     if once or return_stats:
-        given = x, labels, keys, key_labels, scale, ALONE.check_same("pair_loss", (len(x), len(keys)), {})
-        rows, count, stats = label_rows(*given, itself=itself, stats=return_stats, score=score)
+        anchors = Anchors(x, scale, ALONE.check_same("pair_loss", (len(x), len(keys)), {}), score)
+        rows, count, stats = label_rows(anchors, labels, keys, key_labels, itself=itself, stats=return_stats)
         if once:
             own = count.long().sum()
             compared = _compared(own, len(x) * (len(keys) - itself) - own)

@@ -17,8 +17,7 @@ from partita._torch_function import overridable
 from partita.comparison import check_kind, divergence, score_divergence, weighted_divergence
 from partita.engine.divergences import Kind
 from partita.errors import ShapeError
-from partita.gibbs import Gibbs
-from partita.losses.vocabulary import check_head
+from partita.losses.vocabulary import check_head, distribution
 from partita.precision import loss_dtype
 from partita.rows import Rows, reduce_rows
 
@@ -112,12 +111,10 @@ def linear_distillation_loss(
         weight = sample_weight.detach().to(dtype).expand(lead)
     weight = rows.take(weight if rows.counts is None else weight.masked_fill(~rows.counts, 0))
 
-    def softened(x: Tensor, head: Tensor, bias: Tensor | None) -> Gibbs:
-        return Gibbs(rows.take(x), head, scale=1 / temperature, bias=None if bias is None else bias / temperature)
-
-    student = softened(input, linear_weight, linear_bias)
+    student = distribution(rows.take(input), linear_weight, linear_bias, temperature, None)
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
-    teacher = softened(teacher_input.detach(), teacher_weight.detach(), teacher_bias)
+    given = rows.take(teacher_input.detach()), teacher_weight.detach(), teacher_bias
+    teacher = distribution(*given, temperature, None)
     if reduction == "none":
         found = rows.place(temperature**2 * weight * divergence(teacher, student, kind, beta=beta))
         return found.to(loss_dtype(input))

@@ -23,15 +23,7 @@ from partita.engine import State
 from partita.engine.listed import Limits, pair_scores, state_of_pairs
 from partita.errors import DtypeError, ShapeError, TargetError, ValueRangeError
 from partita.gibbs import Gibbs
-from partita.losses.vocabulary import (
-    Vocabulary,
-    check_head,
-    check_listed,
-    collision,
-    distribution,
-    local_ids,
-    row_temperature,
-)
+from partita.losses.vocabulary import Vocabulary, check_head, check_listed, collision, distribution, row_temperature
 from partita.rows import Rows
 
 __all__ = ["TokenStats", "token_stats"]
@@ -188,7 +180,7 @@ class _Reading:
         moments = varies or self.wants("entropy", "mean_logit") or (ranked and not processes.alone)
         log_prob = rank = None
         if ids.shape[1] == 1:  # its score and rank come with the pass
-            target, here = local_ids(processes, ids[:, 0])
+            target, here = tokens.local(ids[:, 0])
             ask = tokens.gibbs.asking
             sums = processes.slices(ask, target, here, rank=ranked, statistics=moments, variance=varies)
             state, log_prob = sums.state, -sums.nll()[:, None]
@@ -209,7 +201,7 @@ class _Reading:
         """Everything of the kept tokens alone, given as pairs of a row and a token."""
         tokens, processes, ids = self.tokens, self.tokens.processes, self.ids
         row, col = pairs
-        near, here = local_ids(processes, col)
+        near, here = tokens.local(col)
         if here is not None:
             row, col, near = row[here], col[here], near[here]
         score = pair_scores(tokens.gibbs.request(), row, near)

@@ -48,9 +48,13 @@ class Vocabulary:
         """The state at twice the score."""
         return self.processes.merged(sharper(self.gibbs, 2.0).state(statistics=False))
 
+    def local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`local_ids` of these processes."""
+        return local_ids(self.processes, ids)
+
     def scores(self, ids: Tensor) -> Tensor:  # (n, K)
         """The logits of these ids."""
-        near, here = local_ids(self.processes, ids)
+        near, here = self.local(ids)
         row = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
         if here is None:
             return pair_scores(self.gibbs.request(), row.reshape(-1), near.reshape(-1)).reshape(ids.shape)
@@ -60,7 +64,7 @@ class Vocabulary:
     @torch.no_grad()
     def rank(self, ids: Tensor) -> Tensor:  # (n,)
         """How many tokens are likelier than the one of each row."""
-        target, here = local_ids(self.processes, ids.contiguous())
+        target, here = self.local(ids.contiguous())
         found = self.processes.slices(
             self.gibbs.asking, target, here, rank=True, statistics=not self.processes.alone
         ).rank
