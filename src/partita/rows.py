@@ -20,14 +20,12 @@ from torch import Tensor
 
 from partita import _checks
 from partita.engine import State, Stats
-from partita.engine.state import divided, levels
+from partita.engine.state import divided
 from partita.engine.sums import Sums
-from partita.errors import ValueRangeError
 from partita.recompute import in_row_blocks
 
 __all__ = [
-    "ClassStats", "LossStats", "Rows", "and_fields", "check_unit", "in_row_blocks", "loss_stats", "placed",
-    "probabilities", "reduce_rows", "sums_of",
+    "ClassStats", "LossStats", "Rows", "and_fields", "in_row_blocks", "loss_stats", "placed", "reduce_rows", "sums_of",
 ]  # fmt: skip
 
 
@@ -125,11 +123,6 @@ def sums_of(scores: Tensor, target: Tensor) -> Sums:  # (..., n, K), (..., n)
     return Sums.of(State.of(scores), chosen[..., 0], rank)._replace(argmax=best)
 
 
-def probabilities(scores: Tensor) -> Tensor:  # (..., K)
-    """The distribution of explicit scores, dense as they are."""
-    return (scores - levels(scores)[..., None]).exp()
-
-
 def reduce_rows(rows: Tensor, reduction: _checks.Reduction, total: Tensor | None = None) -> Tensor:
     """torch's reduction of a loss per row; `total` replaces the number of rows, and nothing at all gives 0."""
     if reduction == "none":
@@ -139,16 +132,3 @@ def reduce_rows(rows: Tensor, reduction: _checks.Reduction, total: Tensor | None
     if total is None:
         return rows.sum() / max(rows.numel(), 1)
     return divided(rows.sum(), total)
-
-
-def check_unit(name: str, vectors: Tensor) -> None:
-    """Vectors of length 1, where a formula is only true for those."""
-    if not _checks.has_values(vectors) or vectors.numel() == 0:
-        return
-    length = torch.linalg.vector_norm(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)), dim=-1)
-    worst = float((length - 1).abs().max())
-    if not worst <= 16 * torch.finfo(vectors.dtype).eps ** 0.5:
-        raise ValueRangeError(
-            f"{name} must hold unit vectors; a length differs from 1 by {worst:.3g}. "
-            f"Normalise them (F.normalize), or pass normalize=True."
-        )

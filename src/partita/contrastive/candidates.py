@@ -71,7 +71,15 @@ class Anchors:
         return functools.reduce(State.merge, (self._sums(bank, statistics) for bank in banks))
 
     def _sums(self, bank: Bank, statistics: bool) -> State:
-        rows, key, scale = _hardness_weighted(self.query, bank.key, self.scale, self.hardness)
+        rows, key, scale = self.query, bank.key, self.scale
+        if self.hardness:
+            # The second term of scale * s + hardness * s has no gradient: a weight exp(hardness * s) on each key. The
+            # value is that of a larger scale; both factors let only the first term's share of the gradient by.
+            share = scale.detach() if isinstance(scale, Tensor) else scale
+            share = float(share) if not isinstance(share, Tensor) or share.is_cpu else share
+            share = share / (share + self.hardness)
+            rows, key = (x.detach() + share * (x - x.detach()) for x in (rows, key))
+            scale = scale + self.hardness
         if key.dim() == 2:
             return self.processes.sums(
                 rows, key, scale, support=bank.support, view=bank.view, kind=bank.kind, statistics=statistics,
@@ -133,24 +141,6 @@ def agree(
         facts[f"the last dimension of {name}"] = None if tensor is None else tensor.shape[-1]
         facts[f"whether {name} needs a gradient"] = tensor is not None and grad and tensor.requires_grad
     return processes.check_same(f"{call} {tuple(options)}", given, facts)
-
-
-def _hardness_weighted(
-    query: Tensor, key: Tensor, scale: float | Tensor, hardness: float
-) -> tuple[Tensor, Tensor, float | Tensor]:
-    """Scores scale * s + hardness * s, where the second term has no gradient: a weight exp(hardness * s) on each key.
-
-    The value is that of a larger scale; both factors of the product let only the first term's share of the gradient by.
-    """
-    if hardness == 0.0:
-        return query, key, scale
-    share = scale.detach() if isinstance(scale, Tensor) else scale
-    share = float(share) if not isinstance(share, Tensor) or share.is_cpu else share
-    share = share / (share + hardness)
-    # value x, gradient share * x
-    query = query.detach() + share * (query - query.detach())
-    key = key.detach() + share * (key - key.detach())
-    return query, key, scale + hardness
 
 
 def positive_score(query: Tensor, key: Tensor, score: Score | None = None) -> Tensor:  # (n,)

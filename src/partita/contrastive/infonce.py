@@ -132,10 +132,10 @@ def diagonal_loss(
     key: Tensor,  # (n, dim)
     scale: float | Tensor,
     *,
-    symmetric: bool,
-    normalize: bool,
-    reduction: _checks.Reduction,
-    return_stats: bool,
+    symmetric: bool = True,
+    normalize: bool = False,
+    reduction: _checks.Reduction = "mean",
+    return_stats: bool = False,
     bias: Tensor | None = None,  # (1, 1)
     processes: Collective = ALONE,
 ) -> Tensor | tuple[Tensor, Stats]:
@@ -254,19 +254,17 @@ def _excluding(
     numbers = torch.arange(len(q), device=q.device)
     column = torch.arange(len(key), device=q.device)
 
-    def few(rows: Tensor, own: Tensor, at: Tensor, keys: Tensor, factor: Tensor) -> Tensor:
+    def few(rows: Tensor, own: Tensor, at: Tensor) -> Tensor:
         with torch.no_grad():
-            keep = ~exclude.hidden(at, rows, keys, own)
+            keep = ~exclude.hidden(at, rows, key, own)
             if in_batch:
                 keep &= column != at[:, None]
-            rank = ((rows @ keys.mT > own[:, None]) & keep).sum(-1)
-        part = factor[at] if factor.dim() else factor
-        state = Gibbs(rows, keys, scale=part, support=supports.mask(keep)).state()
+            rank = ((rows @ key.mT > own[:, None]) & keep).sum(-1)
+        part = scale[at] if isinstance(scale, Tensor) and scale.numel() > 1 else scale
+        state = Gibbs(rows, key, scale=part, support=supports.mask(keep)).state()
         return torch.stack([state.peak, state.mass, state.first, state.spread, state.count, rank.to(own.dtype)], -1)
 
-    factor = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=positive.dtype, device=q.device)
-    factor = factor.reshape(()) if factor.numel() == 1 else factor
-    columns = in_row_blocks(few, [q, positive.detach(), numbers], [key, factor], len(key)).unbind(-1)
+    columns = in_row_blocks(few, [q, positive.detach(), numbers], [], len(key)).unbind(-1)
     peak, mass, first, spread, count, rank = columns
     return State(peak.detach(), mass, first, spread, count.detach()), rank.detach().long()
 

@@ -168,27 +168,23 @@ def _among(
     score = anchors.score
     assert score is not None
 
-    def read(s: Tensor, level: Tensor, seen: Tensor, used: Tensor) -> Tensor:
+    def few(rows: Tensor, level: Tensor, seen: Tensor, key: Tensor, used: Tensor) -> Tensor:
+        with no_autocast(rows):
+            s = score(rows, key) if key.dim() == 2 else paired_scores(rows, key, score)
         count = used.sum().to(s.dtype)
         mean = torch.where(used, s, 0.0).sum(-1) / count.clamp(min=1)
         spread = torch.where(used, s - mean[:, None], 0.0).square().sum(-1)
         rank = (seen & (s > level[:, None])).sum(-1).to(s.dtype)
         return torch.stack([rank, count.expand_as(mean), mean, spread], -1)
 
-    def few(rows: Tensor, level: Tensor, seen: Tensor, keys: Tensor, used: Tensor) -> Tensor:
-        with no_autocast(rows):
-            return read(score(rows, keys), level, seen, used)
-
     parts, query = [], anchors.query.to(positive.dtype)
     for bank in banks:
         key, n, m = bank.key.to(positive.dtype), len(query), bank.key.shape[-2]
         used = torch.ones(m, dtype=torch.bool, device=key.device) if bank.used is None else bank.used
-        if key.dim() == 3:
-            parts.append(read(paired_scores(query, key, score), positive, used.expand(n, m), used))
-            continue
         own = bank.support if bank.view is None else next(iter(bank.view(0, m)))[2]
         seen = own.dense(n, m, device=key.device) if isinstance(own, Support) else used.expand(n, m)
-        parts.append(in_row_blocks(few, (query, positive, seen), [key, used], m))
+        given = query, positive, seen, key, used
+        parts.append(in_row_blocks(few, given[:3], given[3:], m) if key.dim() == 2 else few(*given))
     rank, count, mean, spread = torch.stack(parts).unbind(-1)
     total = count.sum(0)
     whole = (count * mean).sum(0) / total.clamp(min=1)

@@ -18,11 +18,12 @@ from partita import _checks
 from partita._checks import Reduction
 from partita._torch_function import overridable
 from partita.engine import Stats
+from partita.engine.state import levels
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.losses.linear import over_rows
 from partita.losses.objective import Options, Terms, likeliest
 from partita.precision import loss_dtype
-from partita.rows import Rows, loss_stats, placed, probabilities, reduce_rows, sums_of
+from partita.rows import Rows, loss_stats, placed, reduce_rows, sums_of
 
 __all__ = ["brier_loss", "cross_entropy", "focal_loss", "mae_loss", "mse_loss"]
 
@@ -177,8 +178,8 @@ def _error(
         y = (index[..., None] == torch.arange(logits.shape[-1], device=index.device)).to(raised.dtype)
         lost = _checks.within(index, logits.shape[-1])[1]
         y = y if lost is None else y.masked_fill(lost[..., None], torch.nan)
-    gap = (probabilities(raised) if on == "probabilities" else raised) - y.to(raised.dtype)
-    return _mean_of_kept(size(gap).sum(-1), kept, reduction).to(loss_dtype(input))
+    found = (raised - levels(raised)[..., None]).exp() if on == "probabilities" else raised
+    return _mean_of_kept(size(found - y.to(raised.dtype)).sum(-1), kept, reduction).to(loss_dtype(input))
 
 
 def _mean_of_kept(rows: Tensor, kept: Tensor | None, reduction: Reduction) -> Tensor:

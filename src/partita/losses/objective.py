@@ -11,14 +11,11 @@ Class indices, smoothing and class probabilities differ only in the first three 
 
 `linear` needs no streaming: it is a score against a mean key (M-LOSS-9).
 
-The classes of a head may be spread over processes: then every rank holds a slice of the class vectors, in rank order.
+Over a group every rank holds a slice of the class vectors, in rank order. The gradient of a slice is whole; that of the
+input comes in parts, what flows back through the rank's own classes.
 
     log Z = log sum_r Z_r          score of the target: from the one rank that holds it          rank = sum_r rank_r
     predicted class: that of the first rank whose largest score is the largest
-
-Inputs and targets are the same on every rank, targets name classes of the whole. Every rank gets the same loss. The
-gradient of a slice is whole; that of the input comes in parts, what flows back through the rank's own classes, which
-add up over ranks (`partita.distributed.replicate(input, group)` adds them up).
 """
 
 from __future__ import annotations
