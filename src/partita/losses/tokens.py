@@ -112,11 +112,8 @@ def token_stats(
         ids = (ids[..., None] if single else ids).long()
         if shift:
             left = max(lead[-1] - shift, 0)
-            hidden, ids, kept = (
-                hidden[..., :left, :],
-                ids[..., shift:, :],
-                None if kept is None else kept[..., shift:, :],
-            )
+            hidden, ids = hidden[..., :left, :], ids[..., shift:, :]
+            kept = None if kept is None else kept[..., shift:, :]
             warmth = warmth[..., :left] if isinstance(warmth, Tensor) else warmth
         counts = ids != ignore_index
         if processes.alone and _checks.has_values(ids):
