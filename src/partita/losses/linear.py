@@ -233,11 +233,13 @@ class _Head:
         index = likeliest(target, len(lead)) if soft else target.long()  # uint8 would index as a mask
         if soft and not options.n_class:
             _checks.check_classes(index, options.n_class, options.ignore_index)  # of no classes there is no likeliest
-        query, rows, counts = (input if left is None else input[..., :left, :]), Rows(shape), index
-        if not soft:
+        query = input if left is None else input[..., :left, :]
+        if soft:
+            rows = Rows(shape)
+        else:
             counts = index != options.ignore_index
             rows = Rows.of(counts, fixed=bool(outputs))
-            if processes.alone and _checks.has_values(index):
+            if processes.alone and (rows.counts is None or _checks.has_values(index)):
                 left_out = rows.where is not None or rows.counts is not None
                 _checks.check_classes(index[counts] if left_out else index, options.n_class, options.ignore_index)
             if rows.where is not None:
