@@ -158,9 +158,8 @@ def check_head(
     outputs: bool = False,  # more dimensions between the classes and the features
 ) -> tuple[int, ...]:
     """The rows of hidden states that fit a head; errors have the names of the face."""
-    for name, given in zip(names, (hidden, weight, bias), strict=True):
-        if given is not None:
-            _checks.check_float(name, given)
+    for name, given in zip(names, (hidden, weight) if bias is None else (hidden, weight, bias), strict=False):
+        _checks.check_float(name, given)
     if hidden.dim() < 1 or weight.dim() < 2 or (weight.dim() > 2 and not outputs):
         raise ShapeError(
             f"{names[0]} must be (..., dim) and {names[1]} ({n_class}, dim); got {_checks.shape_text(hidden)} and "
