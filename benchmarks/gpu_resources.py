@@ -1,8 +1,8 @@
 """What every kernel for GPUs needs on four kinds of device, without one: compiled ahead of time, read from the binary.
 
-    python -m benchmarks.gpu_resources write     compile what is missing in tests/triton/resources.json; write the pages
+    python -m benchmarks.gpu_resources write     compile what is missing in tests/triton/resources.json; write the page
     python -m benchmarks.gpu_resources all       compile everything, one JSON record a line; `sample` a fixed few of it
-    python -m benchmarks.gpu_resources pages     write the pages anew from resources.json
+    python -m benchmarks.gpu_resources page      write the roofline of docs/explain/gpu.md anew from resources.json
 
 A record is one kernel of one case: a request that is handed to the backend as it would be on the device. `write` puts
 each case down when it is compiled, so it may be stopped and goes on where it was; records of other kernels' code (the
@@ -31,10 +31,9 @@ import partita
 from partita import support
 from partita.engine.sums import SumGrads
 
-from . import gpu_pages
 from .binaries import resources
 from .paper_device import DEVICES, on_paper
-from .roofline import PRODUCTS
+from .roofline import PAGE, PRODUCTS, with_roofline
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "src" / "partita" / "engine" / "backends" / "triton" / "kernels"
@@ -244,7 +243,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_resources", description=__doc__)
-    parser.add_argument("what", choices=("write", "sample", "all", "pages"))
+    parser.add_argument("what", choices=("write", "sample", "all", "page"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     given = parser.parse_args(argv)
@@ -255,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if given.what == "write":
         write(given.only, given.workers)
-    gpu_pages.write(json.loads(TABLE.read_text()))
+    PAGE.write_text(with_roofline(PAGE.read_text(), json.loads(TABLE.read_text())["kernels"]))
 
 
 def write(only: str = "", workers: int = 2) -> None:

@@ -14,10 +14,15 @@ device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+PAGE = Path(__file__).parents[1] / "docs" / "explain" / "gpu.md"
+MARKED = re.compile(r"(<!-- roofline -->\n).*?(<!-- end -->)", re.DOTALL)
+SHOWN = {"dim": (64, 128), "level": (0, 2)}  # on the page
 PRODUCTS = {"forward": 2, "backward_rows": 3, "backward_keys": 4}  # of a tile, of D features each
 
 
@@ -113,3 +118,9 @@ def table(found: Iterable[Bound]) -> str:
             f"| {b.one_by_one:.0%} to {b.side_by_side:.0%} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def with_roofline(page: str, records: Iterable[dict[str, Any]]) -> str:
+    """The page with its marked table made anew."""
+    shown = [b for b in bounds(records) if b.dim in SHOWN["dim"] and b.level in SHOWN["level"]]
+    return MARKED.sub(lambda m: m.group(1) + "\n" + table(shown) + "\n" + m.group(2), page)

@@ -1,4 +1,4 @@
-"""Write a page for each note, docs/notes/*.md, and the table of all their headings, docs/reference/sections.md.
+"""Write a page for each note, and the table of all their headings: theory/docs/notes/*.md, reference/sections.md.
 
     python tools/sections.py
 
@@ -29,7 +29,7 @@ import tomllib
 from partita_theory import errata
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
+DOCS, HOME = ROOT / "docs", ROOT / "theory" / "docs"  # of the library, and of the theory, where these pages go
 MOST = 3  # names in a cell; the page of statements has them all
 NOTES = {  # number and title in print, as far as the note has one
     "contrast": ("000", "Contrast", "", ""),
@@ -102,7 +102,7 @@ def statements() -> tuple[Any, Any]:
 @functools.cache
 def verdicts() -> dict[str, Any]:
     """What came out of each study, by the sizes it was run at."""
-    found: dict[str, Any] = json.loads((DOCS / "reference" / "verdicts.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((HOME / "reference" / "verdicts.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -152,16 +152,21 @@ def _few(names: list[str]) -> str:
     return shown + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
 
 
+def place(page: str) -> Path:
+    """The file of a page: of the theory's if there is one."""
+    return HOME / page if (HOME / page).is_file() else DOCS / page
+
+
 def _link(page: str, start: str) -> str:
-    """The title of a page of docs/, with a link from a folder of it."""
-    (title,) = re.findall(r"^# (.+)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)[:1]
-    return f"[{title.replace('`', '')}]({os.path.relpath(page, start)})"
+    """The title of a page, with a link from a folder of the theory's."""
+    (title,) = re.findall(r"^# (.+)$", place(page).read_text(encoding="utf-8"), re.MULTILINE)[:1]
+    return f"[{title.replace('`', '')}]({os.path.relpath(place(page), HOME / start)})"
 
 
 def picture(figure: str) -> str:
-    """Its file, from docs/."""
-    (found,) = [path.name for path in (DOCS / "figures").glob(f"{figure}.*")]
-    return f"figures/{found}"
+    """Its file, from a folder of theory/docs/."""
+    (found,) = (DOCS / "figures").glob(f"{figure}.*")
+    return os.path.relpath(found, HOME / "notes")
 
 
 def _answers() -> dict[str, str]:
@@ -191,14 +196,14 @@ def row(section: dict[str, Any], script: Any, found: Any, answers: dict[str, str
         _few([test.partition("::")[2] or test for test in one.tests]),
         ", ".join(studies) + more or section["no_study"],
         ", ".join(wrong) or "nothing found wrong",
-        f"[{one.figure.removeprefix('picture_')}](../{picture(one.figure)})",
+        f"[{one.figure.removeprefix('picture_')}]({picture(one.figure)})",
         _link(one.page, "reference"),
     )
     return "| " + " | ".join(columns) + " |"
 
 
 def page() -> str:
-    """The text of docs/reference/sections.md."""
+    """The text of theory/docs/reference/sections.md."""
     (script, found), answers = statements(), _answers()
     parts, note = [TABLE], ""
     for section in sections():
@@ -265,10 +270,10 @@ def body(section: dict[str, Any], script: Any, found: Any, seen: set[str]) -> li
     parts += [f"Read on: {_link(one.page, 'notes')}.", ""]
     file = picture(one.figure)
     if one.figure in seen:
-        parts += [f"The figure is [shown above](../{file}).", ""]
+        parts += [f"The figure is [shown above]({file}).", ""]
     else:
         seen.add(one.figure)
-        parts += [f"![{section['en']}](../{file})", ""]
+        parts += [f"![{section['en']}]({file})", ""]
     studies = [name for name in one.studies if name != "errata"] or one.studies  # its rows follow
     parts += [line for name in studies for line in study(name, answers)]
     parts += [] if one.studies else [f"- No study: {section['no_study']}."]
@@ -294,13 +299,13 @@ def study(name: str, script: Any) -> list[str]:
     elif name not in script.ELSEWHERE:
         link, said = f"../reference/verdicts.md#{name}", "not run for this page yet"
     else:
-        link = os.path.relpath(DOCS / "reference" / script.ELSEWHERE[name].partition("#")[0], DOCS / "notes")
+        link = os.path.relpath(place(script.ELSEWHERE[name].partition("#")[0]), HOME / "notes")
         said = "its outcome is described there"
     return [f"- Study [`{name}`]({link}): {question} {said[0].upper() + said[1:] if size == '' else said}."]
 
 
 def note_page(note: str) -> str:
-    """The text of docs/notes/NOTE.md."""
+    """The text of theory/docs/notes/NOTE.md."""
     (script, found), seen = statements(), set[str]()
     number, name, zh, en = NOTES[note]
     title = f"# Note {number}: {name}\n\n" + (f"**{zh}** · {en}\n\n" if zh else "")
@@ -314,7 +319,7 @@ def note_page(note: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Every page this script writes, with its text."""
-    return {DOCS / "reference" / "sections.md": page(), **{DOCS / "notes" / f"{n}.md": note_page(n) for n in NOTES}}
+    return {HOME / "reference" / "sections.md": page(), **{HOME / "notes" / f"{n}.md": note_page(n) for n in NOTES}}
 
 
 if __name__ == "__main__":

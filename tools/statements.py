@@ -1,4 +1,4 @@
-"""Write docs/reference/statements.md: every statement (M-...) with the code, tests, studies and errata that cite it.
+"""Write theory/docs/reference/statements.md: every statement (M-...), and code, tests, studies and errata that cite it.
 
     python tools/statements.py
 
@@ -161,7 +161,7 @@ def sources() -> Sources:
 
 
 def page() -> str:
-    """The text of docs/reference/statements.md."""
+    """The text of theory/docs/reference/statements.md."""
     found = sources()
     parts, group = [HEAD], ""
     for each, statement in statements().items():
@@ -198,4 +198,4 @@ def _plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "reference" / "statements.md").write_text(page(), encoding="utf-8")
+    (ROOT / "theory" / "docs" / "reference" / "statements.md").write_text(page(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Fill the table of docs/guide/compile.md: every row, compiled each way.
+"""Fill the list of docs/guide/compile.md: every row, compiled each way.
 
     python -m tests.compile.table [--ways aot_eager-dynamic,inductor-fixed] [--only TEXT] [--missing] [--workers 2]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import textwrap
 import warnings
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -53,12 +54,16 @@ def in_turn() -> list[str]:
 
 
 def render(cells: dict[str, dict[str, str]]) -> str:
-    """The table as the page shows it."""
-    lines = ["| call | " + " | ".join(WAYS) + " |", "|---" * (1 + len(WAYS)) + "|"]
+    """What the page shows: calls by what came out of all four ways; one whose ways differ has a line of its own."""
+    groups: dict[str, list[str]] = {}
     for title in CALLS:
-        cell = cells.get(title, {})
-        lines.append(f"| {title} | " + " | ".join(cell.get(way, UNSEEN) for way in WAYS) + " |")
-    return "\n".join(lines) + "\n"
+        said = [cells.get(title, {}).get(way, UNSEEN) for way in WAYS]
+        alike = said[0] if len(set(said)) == 1 else ", ".join(f"{way}: {s}" for way, s in zip(WAYS, said, strict=True))
+        groups.setdefault(alike, []).append(title)
+    return "\n\n".join(
+        textwrap.fill(f"**{said}** ({len(titles)}): {'; '.join(titles)}.", 120, break_on_hyphens=False)
+        for said, titles in groups.items()
+    ) + "\n"  # fmt: skip
 
 
 def write() -> None:

@@ -83,13 +83,31 @@ MODELS: dict[str, Callable[[], Any]] = {"bert": bert, **DECODERS, "t5": t5, "whi
 def make(name: str, implementation: str) -> Any:
     """The model with weights that depend on its name alone."""
     torch.manual_seed(sum(map(ord, name)))
-    model = MODELS[name]().eval()
-    with torch.no_grad():  # the usual small weights would make every attention nearly uniform
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(std=0.2)
+    model = spread(MODELS[name]())
     model.set_attn_implementation(implementation)
     return model
+
+
+@torch.no_grad()
+def spread(model: Any, std: float = 0.2) -> Any:
+    """The model, to be evaluated: the usual small weights would make every attention nearly uniform."""
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.normal_(std=std)
+    return model.eval()
+
+
+def tokenizer(*words: str) -> Any:
+    """A word, a token; the first of them are special."""
+    tokenizers = pytest.importorskip("tokenizers")
+    named = {name: f"<{name}>" for name in ("pad", "bos", "eos", "unk")}
+    vocabulary = [*named.values(), *words]
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, **{f"{name}_token": word for name, word in named.items()}
+    )
 
 
 def inputs(name: str, padding: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import partita.hf
 from partita import scale
+from partita.hf.lazy_logits import LazyLogits
 from tests.hf.models import inputs, make
 
 with warnings.catch_warnings():
@@ -70,6 +71,24 @@ def test_a_loss_without_logits_is_one_graph(dynamic):
     torch.testing.assert_close(*results)
     assert shapes
     assert not [shape for shape in shapes if len(shape) > 1 and shape[-1] == model.config.vocab_size]
+
+
+@pytest.mark.filterwarnings("ignore:logits of a logit_free model")
+def test_logits_changed_in_place_end_the_graph():
+    hidden, weight, target = torch.randn(4, 5), torch.randn(7, 5), torch.arange(4)
+
+    def loss(hidden, weight):
+        logits = LazyLogits(hidden, weight)
+        row = logits[1]
+        logits.div_(2)
+        return torch.nn.functional.cross_entropy(logits, target) + row.sum()
+
+    plain = hidden @ weight.T / 2
+    expected = torch.nn.functional.cross_entropy(plain, target) + plain[1].sum()
+    torch.testing.assert_close(torch.compile(loss, backend="eager")(hidden, weight), expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(loss, backend="eager", fullgraph=True)(hidden, weight)
 
 
 def test_generation_with_a_static_cache_compiles():

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.hf.models import GROUPED, transformers
+from tests.hf.models import GROUPED, spread, tokenizer, transformers
 from tests.hf.test_logit_free import Largest
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval stands in a folder of its own: make test-peers")
@@ -17,16 +17,6 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from partita.adapters.lm_eval import PartitaLM  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(90)]
-
-
-def tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{w: i + 4 for i, w in enumerate(WORDS)}}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
 
 
 def language(name):
@@ -46,16 +36,18 @@ def language(name):
             )
         ),
     }[name]()  # fmt: skip
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3) if parameter.dim() >= 2 else None
-    return model.double().eval()
+    return spread(model, 0.3).double()
 
 
 def pair(name, **options):
     """lm-eval's class and ours of one model."""
-    model, words = language(name), tokenizer()
-    given = {"pretrained": model, "tokenizer": words, "device": "cpu", "batch_size": 3, "max_length": 24} | options
+    given = {
+        "pretrained": language(name),
+        "tokenizer": tokenizer(*WORDS),
+        "device": "cpu",
+        "batch_size": 3,
+        "max_length": 24,
+    } | options
     return HFLM(**given), PartitaLM(**given)
 
 

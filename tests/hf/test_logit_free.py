@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import partita
 from partita.errors import ValueRangeError
 from partita.hf import logit_free, logits_again
-from tests.hf.models import GROUPED, SMALL, TOKENS, inputs, make, transformers
+from tests.hf.models import GROUPED, SMALL, TOKENS, inputs, make, spread, transformers
 
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs it")
 
@@ -55,10 +55,7 @@ def build(name):
                 )
             ),
         }[name]()  # fmt: skip
-        given, _ = inputs("llama", "right")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(std=0.2) if parameter.dim() >= 2 else None
+        model, (given, _) = spread(model), inputs("llama", "right")
     model = model.double().eval()  # no dropout
     given = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
     labels = given.get("decoder_input_ids", given.get("input_ids")).clone()

@@ -13,7 +13,7 @@ import partita.hf
 from partita import scale
 from partita.attn import NTK, Clipped, Interpolated, NoPositions, PartialRotary, YaRN
 from partita.errors import ValueRangeError
-from tests.hf.models import SMALL, TOKENS, inputs, make, transformers
+from tests.hf.models import SMALL, TOKENS, inputs, make, spread, transformers
 
 SETTINGS = [
     NTK(4.0),
@@ -49,11 +49,7 @@ def modernbert():
 
 def small(build):
     torch.manual_seed(3)
-    model = build().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(std=0.2)
+    model = spread(build())
     model.set_attn_implementation(partita.hf.register())
     return model
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from partita.errors import ShapeError, ValueRangeError
 from partita.hf import logit_free, token_stats
-from tests.hf.models import GROUPED, TOKENS, make, transformers
+from tests.hf.models import GROUPED, TOKENS, make, spread, transformers
 from tests.hf.test_logit_free import Largest, build
 
 EVERYTHING = (
@@ -25,11 +25,7 @@ def decoder(name):
     """A model with a window shorter than the texts, or with normalised queries; float64 where its eager code has it."""
     if name == "qwen3":
         torch.manual_seed(3)
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, **TOKENS))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(std=0.3) if parameter.dim() >= 2 else None
-        return model.double().eval()
+        return spread(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, **TOKENS)), 0.3).double()
     if name == "opt":
         return build("opt")[0]
     if name == "gemma2":  # float64 masks overflow in its float32 softmax

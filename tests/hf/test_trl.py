@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import itertools
+import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from partita.errors import BackendError, ValueRangeError
 from partita.hf import logit_free, logits_again
-from tests.hf.models import transformers
+from tests.hf.models import tokenizer, transformers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -201,7 +200,7 @@ def llama(seed: int = 0, **more):
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         initializer_range=0.3, **more,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).double()
@@ -234,29 +233,18 @@ def test_ignored_labels_count_nothing_in_trls_forward(ignored, raised):
     torch.testing.assert_close(h, g, atol=5e-6, rtol=1e-5)
 
 
-def tokenizer():
-    tokenizers = importlib.import_module("tokenizers")
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(WORDS - 3))]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
-
-
 def rows(kind: str) -> list[dict]:
     random = torch.Generator().manual_seed(3)
 
     def text(n: int) -> str:
-        return " ".join(f"w{i}" for i in torch.randint(WORDS - 3, (n,), generator=random).tolist())
+        return " ".join(f"w{i}" for i in torch.randint(WORDS - 4, (n,), generator=random).tolist())
 
     made = []
     for i in range(8):
         row = {"prompt": text(3)}
         if kind in ("SFT", "KTO"):
             row["completion"] = " " + text(2 + i % 4)
-        if kind == "DPO":
+        if kind in ("DPO", "CPO", "ORPO"):
             row |= {"chosen": " " + text(2 + i % 4), "rejected": " " + text(3 + i % 2)}
         made.append(row | ({"label": i % 3 != 0} if kind == "KTO" else {}))
     return made
@@ -296,11 +284,12 @@ def train(kind: str, folder, given: dict, peft: bool = False) -> tuple[list[dict
         extra["peft_config"] = pytest.importorskip("peft").LoraConfig(
             target_modules=["q_proj"], init_lora_weights=False
         )
-    arguments = getattr(trl, f"{kind}Config")(**{**options, **given})
+    home = importlib.import_module(f"trl.experimental.{kind.lower()}") if kind in WHOLE_LOGITS else trl
+    arguments = getattr(home, f"{kind}Config")(**{**options, **given})
     transformers.set_seed(0)
-    trainer = getattr(trl, f"{kind}Trainer")(
+    trainer = getattr(home, f"{kind}Trainer")(
         model=model, args=arguments, train_dataset=datasets.Dataset.from_list(rows(kind)), callbacks=[callback],
-        processing_class=tokenizer(), **extra,
+        processing_class=tokenizer(*(f"w{i}" for i in range(WORDS - 4))), **extra,
     )  # fmt: skip
     trainer.train()
     clocks = ("time", "per_second")
@@ -308,6 +297,7 @@ def train(kind: str, folder, given: dict, peft: bool = False) -> tuple[list[dict
     return log, callback.kept
 
 
+WHOLE_LOGITS = ("CPO", "ORPO")
 CASES = [
     ("SFT", {}),
     ("SFT", {"loss_type": "dft"}),
@@ -323,26 +313,55 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "given"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain")
-def test_a_trainer_logs_and_learns_the_same(tmp_path, kind, given):
-    compare(tmp_path, kind, given)
+def test_a_trainer_logs_and_learns_the_same(tmp_path, monkeypatch, kind, given):
+    assert_same(train(kind, tmp_path, given), ours(tmp_path, monkeypatch, kind, given))
 
 
-def test_low_rank_updates_learn_the_same(tmp_path):
-    compare(tmp_path, "SFT", {}, peft=True)
+def test_low_rank_updates_learn_the_same(tmp_path, monkeypatch):
+    assert_same(train("SFT", tmp_path, {}, peft=True), ours(tmp_path, monkeypatch, "SFT", {}, peft=True))
 
 
-def compare(tmp_path, kind, given, peft=False):
-    """Everything is float64 but trl's results, which are float32: what differs is their rounding."""
-    log, grads = train(kind, tmp_path, given, peft)
+READ = [(kind, name) for kind, given in CASES if not given for name in ("log_probs", "entropy")]
+READ += [("SFT", "is_top1"), ("KTO", "mean_logits")]
+
+
+@pytest.mark.parametrize(("kind", "output"), READ)
+def test_each_trainer_reads_what_ours_gives(tmp_path, monkeypatch, kind, output):
+    """With one output off by a thousandth, logs or gradients differ from trl's: agreement above is not idle."""
+
+    def off(*args):
+        found = dict(zip(OUTPUTS, log_probs(*args), strict=True))
+        if found[output] is not None:
+            found[output] = ~found[output] if found[output].dtype == torch.bool else 1.001 * found[output]
+        return tuple(found.values())
+
+    theirs, mine = train(kind, tmp_path, {}), ours(tmp_path, monkeypatch, kind, {}, off)
+    with pytest.raises(AssertionError):
+        assert_same(theirs, mine)
+
+
+def ours(tmp_path, monkeypatch, kind, given, function=log_probs, peft=False):
+    """A training in which the function serves, and trl's own is not called."""
     calls = []
-    with install():
-        own = utils._ChunkedLogProbFunction.apply
-        counted = SimpleNamespace(apply=lambda *a: (calls.append(1), own(*a))[1])
-        utils._ChunkedLogProbFunction = counted
-        mine, found = train(kind, tmp_path, given, peft)
-    assert len(calls) >= 2  # ours has served
-    assert len(log) == len(mine) == 3 and len(grads) == len(found) > 0
-    for a, b in zip(log, mine, strict=True):
+
+    def counted(*args):
+        calls.append(1)
+        return function(*args)
+
+    with install(), monkeypatch.context() as patch:
+        assert utils._ChunkedLogProbFunction.apply is log_probs
+        patch.setattr(utils._ChunkedLogProbFunction, "apply", counted)
+        patch.setattr(FUNCTION, "apply", None)
+        found = train(kind, tmp_path, given, peft)
+    assert len(calls) >= 2
+    return found
+
+
+def assert_same(theirs, mine):
+    """Everything is float64 but trl's results, which are float32: what differs is their rounding."""
+    (log, grads), (own, found) = theirs, mine
+    assert len(log) == len(own) == 3 and len(grads) == len(found) > 0
+    for a, b in zip(log, own, strict=True):
         assert b == pytest.approx(a, rel=2e-6, abs=3e-6)
     size = max(g.abs().max() for g in grads)
     assert size > 0.01
@@ -350,11 +369,16 @@ def compare(tmp_path, kind, given, peft=False):
         assert (a - b).abs().max() <= 3e-6 * size
 
 
-@pytest.mark.parametrize("name", ["cpo.cpo_trainer", "orpo.orpo_trainer"])
-def test_trainers_that_make_whole_logits_are_still_those(name):
-    """They have nothing to replace; once trl moves them to its own function, they belong among the cases above."""
-    text = inspect.getsource(importlib.import_module(f"trl.experimental.{name}"))
-    assert "fused_lm_head" not in text and "outputs.logits" in text
+@pytest.mark.parametrize("kind", WHOLE_LOGITS)
+def test_trainers_that_make_whole_logits_stay_as_they_are(tmp_path, monkeypatch, kind):
+    """They call nothing that is replaced; once trl moves them to its function, they belong among the cases above."""
+    log, grads = train(kind, tmp_path, {})
+    with install(), monkeypatch.context() as patch:
+        patch.setattr(utils._ChunkedLogProbFunction, "apply", None)
+        patch.setattr(FUNCTION, "apply", None)
+        own, found = train(kind, tmp_path, {})
+    assert log == own and len(log) == 3
+    assert len(grads) == len(found) > 0 and all(map(torch.equal, grads, found))
 
 
 def test_the_example_goes_the_same_way(monkeypatch):
@@ -370,16 +394,28 @@ def test_the_example_goes_the_same_way(monkeypatch):
 # ---- put in place, and taken out -------------------------------------------------------------------------------------
 
 
+def attributes() -> dict[tuple[str, str], int]:
+    """What every module of trl that is loaded holds, by identity."""
+    held = [(name, vars(module)) for name, module in sys.modules.items() if name.split(".")[0] == "trl"]
+    return {(name, key): id(value) for name, own in held for key, value in own.items()}
+
+
 def test_undone_by_a_call_or_by_leaving():
+    before = attributes()
     undo = install()
     assert isinstance(undo, Installed) and utils._ChunkedLogProbFunction.apply is log_probs
     assert distillation.ChunkedDivergenceFunction.apply is divergence
+    assert before.keys() == attributes().keys()
+    assert {key for key, value in attributes().items() if value != before[key]} == {
+        ("trl.trainer.utils", "_ChunkedLogProbFunction"),
+        ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction"),
+    }
     undo()
-    assert utils._ChunkedLogProbFunction is FUNCTION
+    assert attributes() == before
     undo()  # once more does nothing
     with pytest.raises(ZeroDivisionError), install():
         1 / 0  # noqa: B018
-    assert utils._ChunkedLogProbFunction is FUNCTION
+    assert attributes() == before
 
 
 def test_a_second_time_is_refused():

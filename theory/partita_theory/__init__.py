@@ -15,7 +15,7 @@ Functions on tensors, in nats:
 
 A function whose docstring says "streams" takes a `partita.Gibbs` (or query and key) and holds nothing of size
 n_query * n_key; the others work on the tensors they are given. An id at the end of an equation, such as (M-ENT-1), is
-that of its statement in docs/reference/statements.md.
+that of its statement in theory/docs/reference/statements.md.
 
 Programs:
 

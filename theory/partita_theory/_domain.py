@@ -1,30 +1,24 @@
-"""Numbers as tensors, refusals in the caller's words, a root: shared by every module of the theory."""
+"""Numbers as tensors, refusals in the caller's words, a root, what is public: shared by every module of the theory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from partita._checks import number, require
+from partita._checks import number as number
+from partita._checks import require as require
 from partita.errors import ShapeError
 
-__all__ = [
-    "Number",
-    "above_zero",
-    "bisect",
-    "count",
-    "not_negative",
-    "number",
-    "per_row",
-    "require",
-    "require_shape",
-    "together",
-    "where",
-]
-
 Number = float | int | Tensor
+
+
+def public(module: dict[str, Any], *more: str) -> list[str]:
+    """What a module defines and does not mark as private, and names that it passes on."""
+    own = (name for name, thing in module.items() if getattr(thing, "__module__", None) == module["__name__"])
+    return [*(name for name in own if not name.startswith("_")), *more]
 
 
 def where(generator: torch.Generator | None) -> torch.device:

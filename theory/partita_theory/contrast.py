@@ -8,30 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from partita_theory._domain import Number, above_zero, number, require
-from partita_theory.geometry.simplex import softmax_jacobian
-
-__all__ = [
-    "BatchGradients",
-    "InfoNCEGradients",
-    "candidates_in_batch",
-    "hardness_weights",
-    "info_nce",
-    "info_nce_batch_gradients",
-    "info_nce_gradients",
-    "normalized_gradient",
-    "info_nce_hessian_joint",
-    "info_nce_hessian_keys",
-    "info_nce_hessian_mixed",
-    "info_nce_hessian_query",
-    "generalized_kl_gradient",
-    "nce_gradients",
-    "nce_logits",
-    "nce_population_gradient",
-    "nce_population_loss",
-    "nce_posterior",
-    "nce_sample_loss",
-]
+from partita_theory._domain import Number, above_zero, number, public, require
+from partita_theory.law import softmax_jacobian
 
 
 class InfoNCEGradients(NamedTuple):
@@ -327,3 +305,6 @@ def generalized_kl_gradient(log_model: Tensor, data: Tensor) -> Tensor:
     tensor([0.7500])
     """
     return log_model.exp() - data
+
+
+__all__ = public(globals())

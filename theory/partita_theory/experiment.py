@@ -22,7 +22,7 @@ from partita_theory.figure import Figure, Panel
 from partita_theory.results import Row, note
 from partita_theory.verdict import Verdict
 
-__all__ = ["SIZES", "Cell", "Experiment", "Settings", "Size", "experiment", "grid"]
+__all__ = ["SIZES", "Cell", "Experiment", "Settings", "Size", "experiment", "geometric", "grid"]
 
 Settings = Mapping[str, Any]
 SIZES = ("tiny", "quick", "full")
@@ -99,4 +99,17 @@ def grid(**axes: Any) -> list[dict[str, Any]]:
     for name, values in axes.items():
         chosen = values if isinstance(values, (list, tuple)) else [values]
         found = [{**row, name: value} for row in found for value in chosen]
+    return found
+
+
+def geometric(first: int, last: int, factor: int = 4) -> list[int]:
+    """From first up to last, each this many times the one before.
+
+    >>> geometric(64, 2000)
+    [64, 256, 1024]
+    """
+    found = []
+    while first <= last:
+        found.append(first)
+        first *= factor
     return found

@@ -10,9 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita_theory._domain import Number, count, not_negative, number, per_row
-
-__all__ = ["BlockLaw", "Law", "gibbs_law", "log_odds", "logits_of", "merge_laws", "one_hot_bound", "variational_gap"]
+from partita_theory._domain import Number, count, not_negative, number, per_row, public
 
 
 class Law(NamedTuple):
@@ -160,3 +158,6 @@ def merge_laws(blocks: BlockLaw) -> BlockLaw:
     mean = (top.probs[..., None] * blocks.mean).sum(-2, keepdim=True)
     entropy = (top.probs * blocks.entropy).sum(-1) - torch.xlogy(top.probs, top.probs).sum(-1)
     return BlockLaw(top.log_partition[..., None], mean, entropy[..., None])
+
+
+__all__ = public(globals())

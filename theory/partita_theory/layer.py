@@ -7,26 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita_theory._domain import Number, number, per_row, require
+from partita_theory._domain import Number, number, per_row, public, require
 from partita_theory.law import gibbs_law, softmax_vjp
-
-__all__ = [
-    "AttentionGradients",
-    "attention_backward",
-    "projection_gradients",
-    "query_gradient",
-    "ScoreParts",
-    "distance_bias",
-    "score_parts",
-    "sinusoidal_positions",
-    "sinusoidal_similarity",
-    "layer_norm",
-    "qk_norm_width",
-    "rms_norm",
-    "Cost",
-    "attention_cost",
-    "balance_length",
-]
 
 
 class AttentionGradients(NamedTuple):
@@ -253,3 +235,6 @@ def balance_length(dim_model: int) -> int:
     1024
     """
     return 2 * dim_model
+
+
+__all__ = public(globals())

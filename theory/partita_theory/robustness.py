@@ -10,36 +10,8 @@ from torch import Generator, Tensor
 
 from partita.gibbs import Gibbs
 from partita.support import Support
-from partita_theory._domain import Number, not_negative, number, require, where
+from partita_theory._domain import Number, not_negative, number, public, require, where
 from partita_theory.law import softmax_vjp
-
-__all__ = [
-    "GaussianNoise",
-    "LaplaceNoise",
-    "Noise",
-    "UniformNoise",
-    "correlated_sigma",
-    "laplace_error_exponent",
-    "NoiseEffect",
-    "ratio_expansion",
-    "monte_carlo_noise",
-    "noise_bias",
-    "noise_covariance",
-    "noise_effect",
-    "noise_identity",
-    "noise_sd_bound",
-    "Attack",
-    "attack_l2",
-    "attack_linf",
-    "attack_linf_exact",
-    "output_sensitivity",
-    "output_sensitivity_norm",
-    "attention_change_bound",
-    "certified_radius",
-    "softmax_change_bound",
-    "value_diameter",
-    "worst_two_point_law",
-]
 
 
 @dataclass(frozen=True)
@@ -532,3 +504,6 @@ def certified_radius(values: Tensor, tolerance: Number) -> Tensor:  # (...)
     """
     ratio = not_negative("tolerance is a distance", tolerance).to(values.dtype) / value_diameter(values)
     return torch.where(ratio >= 1, torch.inf, 2 * torch.atanh(ratio.clamp(max=1 - 1e-12)))
+
+
+__all__ = public(globals())

@@ -7,19 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita_theory._domain import Number, above_zero, number, require, where
+from partita_theory._domain import Number, above_zero, number, public, require, where
 from partita_theory.law import gibbs_law
-
-__all__ = [
-    "TopK",
-    "gumbel_noise",
-    "gumbel_softmax",
-    "hard_choice",
-    "hard_gap",
-    "straight_through",
-    "top_k_law",
-    "top_k_loss",
-]
 
 
 class TopK(NamedTuple):
@@ -136,3 +125,6 @@ def straight_through(soft: Tensor) -> Tensor:  # (..., n)
     """
     hard = torch.zeros_like(soft).scatter(-1, soft.argmax(-1, keepdim=True), 1.0)
     return hard + (soft - soft.detach())
+
+
+__all__ = public(globals())

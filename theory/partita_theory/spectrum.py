@@ -13,42 +13,9 @@ from torch import Tensor
 
 from partita.gibbs import Gibbs
 from partita.support import Support
-from partita_theory._domain import Number, above_zero, number, require, require_shape, where
+from partita_theory._domain import Number, above_zero, number, public, require, require_shape, where
 from partita_theory.geometry.simplex import jensen_shannon
 from partita_theory.information.shannon import Bounds, collision_log_mass, entropy_of
-
-__all__ = [
-    "Stationary",
-    "dobrushin",
-    "leading_eigenvalues",
-    "pull",
-    "push",
-    "singular_value",
-    "spectral_gap",
-    "stationary",
-    "effective_rank",
-    "eigenvalue_entropy",
-    "stable_rank",
-    "stable_rank_bound",
-    "stable_rank_streaming",
-    "von_neumann_entropy",
-    "HeadDiversity",
-    "head_affinity",
-    "head_cosine",
-    "head_diversity",
-    "head_fisher_rao",
-    "head_kl",
-    "joint_entropy_bounds",
-    "RowFactors",
-    "match_form",
-    "match_singular_values",
-    "row_svd",
-    "score_bound",
-    "initial_sharpness",
-    "sharpness_initialiser_std",
-    "xavier_gain",
-    "xavier_variance",
-]
 
 
 class Stationary(NamedTuple):
@@ -530,3 +497,6 @@ def sharpness_initialiser_std(dim_model: int, sharpness: Number, input_variance:
     0.5
     """
     return torch.sqrt(above_zero("sharpness", sharpness) / (dim_model * number(input_variance)))
+
+
+__all__ = public(globals())

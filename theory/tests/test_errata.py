@@ -102,7 +102,7 @@ def test_what_is_no_row_is_refused():
         Book("x").add("(1)", "W", "M-GIB-1")(wrong)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errata.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "errata.md"
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?|-?inf")
 
 

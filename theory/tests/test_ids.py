@@ -7,13 +7,12 @@ of a test function, because there stands what would fail if the statement were f
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 from functools import cache, reduce
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from programs import program
 
 from partita_theory import errata
 from partita_theory.experiments import names
@@ -23,15 +22,7 @@ ROOT = Path(__file__).parents[2]
 WITHOUT_PROGRAM = {"M-RMK-1", "M-RMK-4", "M-RMK-6"}
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT, TABLE = script("statements"), script("sections")
+SCRIPT, TABLE = program("statements.py"), program("sections.py")
 STATEMENTS = SCRIPT.statements()
 SECTIONS = TABLE.sections()
 BEYOND = ("M-COL-", "M-DIV-")  # statements that the notes do not have
@@ -60,7 +51,7 @@ def test_is_computed_somewhere(each: str) -> None:
 def test_nothing_unknown_is_cited() -> None:
     for kind, found in sources()._asdict().items():
         assert set(found) <= set(STATEMENTS), kind
-    for page in sorted((ROOT / "docs").rglob("*.md")):
+    for page in sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "theory" / "docs").rglob("*.md")]):
         assert SCRIPT.ids(page.read_text(encoding="utf-8")) <= set(STATEMENTS), page.name
 
 
@@ -78,7 +69,7 @@ def test_what_is_said_to_compute_a_statement_exists() -> None:
 
 
 def test_the_page_is_what_the_script_makes() -> None:
-    kept = (ROOT / "docs" / "reference" / "statements.md").read_text(encoding="utf-8")
+    kept = (ROOT / "theory" / "docs" / "reference" / "statements.md").read_text(encoding="utf-8")
     assert kept == SCRIPT.page(), "run python tools/statements.py"
 
 
@@ -116,7 +107,7 @@ MADE = TABLE.pages()
 
 
 def pages() -> dict[str, str]:
-    return {note: (ROOT / "docs" / "notes" / f"{note}.md").read_text(encoding="utf-8") for note in NUMBERS}
+    return {note: (ROOT / "theory" / "docs" / "notes" / f"{note}.md").read_text(encoding="utf-8") for note in NUMBERS}
 
 
 def test_the_list_of_headings_is_whole() -> None:
@@ -148,7 +139,7 @@ def test_every_heading_is_on_its_page_in_its_order(note: str) -> None:
 
 def test_every_heading_is_in_the_table_and_no_cell_is_empty() -> None:
     """Read off the table: only a heading without software has empty cells, and says why in the first."""
-    text = (ROOT / "docs" / "reference" / "sections.md").read_text(encoding="utf-8")
+    text = (ROOT / "theory" / "docs" / "reference" / "sections.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith(("| [", "| **["))]
     assert len(rows) == len(HEADINGS)
     for line, (_, at, _, zh, en) in zip(rows, HEADINGS, strict=True):
@@ -174,7 +165,7 @@ def test_a_heading_has_statement_call_test_study_picture_and_page(section):
         assert len(section["why"]) > 10 and not cells.page and not cells.figure and "call" not in section
         return
     assert cells.ids and cells.code and cells.tests and found(section["call"]) is not None
-    assert (ROOT / "docs" / cells.page).is_file() and (ROOT / "docs" / TABLE.picture(cells.figure)).is_file()
+    assert TABLE.place(cells.page).is_file() and (TABLE.HOME / "notes" / TABLE.picture(cells.figure)).is_file()
     assert bool(cells.studies) != ("no_study" in section), "a study, or the reason why there is none"
     assert set(cells.studies) <= set(names())
     for name in section.get("code", "").split():
@@ -200,7 +191,7 @@ def test_under_each_heading_of_software_stand_statement_call_number_picture_stud
                 call = re.search(r"^```python\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
                 assert call is not None and section["call"].rpartition(".")[2] in call[1]
                 assert [line for line in call[1].splitlines() if line and not line.startswith((">>>", "..."))]
-                assert f"../{TABLE.picture(one.figure)})" in part and "Read on: [" in part
+                assert f"]({TABLE.picture(one.figure)})" in part and "Read on: [" in part
                 assert "- Study [`" in part or "- No study: " in part
                 assert part.count("- **Printed otherwise**") == len(one.errata)
 

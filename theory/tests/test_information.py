@@ -9,15 +9,14 @@ from math import e, log
 import pytest
 import torch
 from draws import F64, close, gen, randn, vector
-from torch import Tensor
 
 import partita_theory as theory
 from partita import Gibbs
-from partita.contrastive import info_nce_loss
 from partita.errors import ValueRangeError
 from partita.losses import cross_entropy
 from partita.support import causal
 from partita_theory import information as info
+from partita_theory.experiments.mutual_information import Critic, draw
 from partita_theory.information import gaussian_information, mutual_information_bound
 
 # ---- floor ----------------------------------------------------------------------------------------------------------
@@ -330,25 +329,6 @@ def test_bottleneck_update_never_raises_its_objective():
 
 
 CASES = [(1, 0.5), (4, 0.8), (12, 0.97)]  # dimensions, correlation: 0.14, 2.04 and 17.0 nats
-
-
-class Critic(torch.nn.Module):
-    """<A phi(x), B phi(y)> with phi = (x, x^2, 1): the log density ratio of Gaussians is among these."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        width = 2 * dim + 1
-        start = torch.eye(width) * torch.tensor([0.5] * dim + [0.1] * dim + [1.0])
-        self.query, self.key = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-
-    def forward(self, x: Tensor, y: Tensor, **options) -> Tensor:
-        q, k = (torch.cat([z, z.square(), torch.ones(len(z), 1)], -1) for z in (x, y))
-        return info_nce_loss(q @ self.query, k @ self.key, temperature=1.0, normalize=False, **options)
-
-
-def draw(n: int, dim: int, rho: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    x, noise = torch.randn(2, n, dim, generator=generator)
-    return x, rho * x + math.sqrt(1 - rho**2) * noise
 
 
 def trained(dim: int, rho: float, generator: torch.Generator) -> Critic:

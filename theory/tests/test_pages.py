@@ -9,11 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
+from programs import program
 
 from partita_theory import errata
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "theory").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "theory").rglob("*.md")])
 NAME = re.compile(r"(?<![\w./-])partita_theory(?:\.[A-Za-z]\w*)+(?![\w/])")
 
 
@@ -38,17 +39,14 @@ def is_module(name: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_of_the_theory_are_there(page: Path) -> None:
-    if page.name in ("CHANGELOG.md", "log.md"):  # which speak of names that were
+    if page.name in ("CHANGELOG.md", "log.md", "study-log.md"):  # which speak of names that were
         return
     assert not [name for name in sorted(set(NAME.findall(page.read_text("utf-8")))) if not resolves(name)]
 
 
 def test_the_pictures_are_what_their_script_draws() -> None:
     """`python tools/site/pictures.py` writes them anew."""
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "tools" / "site" / "pictures.py")
-    assert spec is not None and spec.loader is not None
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+    pictures = program("site/pictures.py")
     pinned = "matplotlib==" + importlib.metadata.version("matplotlib")
     if pinned not in (ROOT / "constraints.txt").read_text("utf-8").splitlines():
         pictures.PICTURES.pop("policies")  # another version of matplotlib writes another text
@@ -80,6 +78,6 @@ def test_what_a_reader_would_act_on_stands_in_the_guides(mistake: str) -> None:
 
 def test_the_log_names_its_sources() -> None:
     """KappaLog(sqrt d) is log n / sqrt(d), and numbers of others have a place where they were published."""
-    text = (ROOT / "docs" / "reference" / "log.md").read_text("utf-8")
+    text = (ROOT / "theory" / "docs" / "reference" / "study-log.md").read_text("utf-8")
     assert "| kappa log n / d |" not in text and "KappaLog(sqrt d) = log n / sqrt(d)" in text
     assert "published for a large model" not in text and "number 8823" in text

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from programs import program
 
 from partita import scale, support
 from partita_theory.experiments import reading_longer as longer
@@ -116,11 +116,7 @@ def test_recall_and_invariance_are_judged_by_seed() -> None:
 
 
 def test_the_page_holds_what_the_rows_say_and_what_is_missing(tmp_path: Path) -> None:
-    file = Path(__file__).parents[2] / "tools" / "site" / "reading.py"
-    spec = importlib.util.spec_from_file_location("reading", file)
-    assert spec is not None and spec.loader is not None
-    site = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(site)
+    site = program("site/reading.py")
     cells = longer.EXPERIMENT.cells("tiny")
     with Store(tmp_path, "reading_longer", "tiny") as store:
         for cell in cells[:-1]:

@@ -1,7 +1,7 @@
-"""What is on the site: every page of docs/, the pages of the root, the reference, the studies, the gallery.
+"""What is on the site: every page of docs/ and theory/docs/, of the root, the reference, the studies, the gallery.
 
-Nothing is listed by hand but the order of the sections: a page that appears in docs/ appears on the site, under the
-folder it lies in, with its first heading as its name.
+Nothing is listed by hand but the order of the sections: a page that appears in one of the two appears on the site,
+under the folder it lies in, with its first heading as its name.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mkdocs.structure.files import File, Files
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+DOCS = (ROOT / "docs", ROOT / "theory" / "docs")  # of mkdocs, and what joins it
 sys.path.insert(0, str(HERE))
 
 from equations import is_equation, typeset  # noqa: E402
@@ -58,6 +59,7 @@ SECTIONS = {
         "guide/reading-longer.md",
         "study/",
         "reference/errata.md",
+        "reference/study-log.md",
         "reference/log.md",
     ],
     "Gallery": ["guide/gallery.md"],
@@ -179,7 +181,9 @@ def title(markdown: str, otherwise: str) -> str:
 def on_files(files: Files, config: Any) -> Files:
     for source, place in ROOTED.items():
         files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
-    for place, content in [*reference_pages(), *notebook_pages(), *study_pages(ROOT / "docs")]:
+    for path in sorted(path for path in DOCS[1].rglob("*") if path.suffix in (".md", ".csv")):
+        files.append(File.generated(config, path.relative_to(DOCS[1]).as_posix(), abs_src_path=str(path)))
+    for place, content in [*reference_pages(), *notebook_pages(), *study_pages()]:
         files.append(File.generated(config, place, content=content))
     for asset in sorted((HERE / "assets").iterdir()):
         files.append(File.generated(config, f"assets/{asset.name}", abs_src_path=str(asset)))
@@ -223,7 +227,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             page.meta["search"] = {"boost": boost}
     back = {place: source for source, place in ROOTED.items()}
     uri = page.file.src_uri
-    lies = ROOT / back[uri] if uri in back else ROOT / "docs" / uri
+    lies = ROOT / back[uri] if uri in back else next((d / uri for d in DOCS if (d / uri).is_file()), DOCS[0] / uri)
 
     def follow(found: re.Match[str]) -> str:
         text, link = found.groups()
@@ -231,8 +235,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if not file or "://" in link or link.startswith("mailto:"):
             return found.group(0)
         goal = Path(os.path.normpath(lies.parent / file))
-        if goal.is_relative_to(ROOT / "docs"):
-            place = goal.relative_to(ROOT / "docs").as_posix()
+        if inside := [folder for folder in DOCS if goal.is_relative_to(folder)]:
+            place = goal.relative_to(inside[0]).as_posix()
         elif goal.is_relative_to(ROOT) and goal.relative_to(ROOT).as_posix() in ROOTED:
             place = ROOTED[goal.relative_to(ROOT).as_posix()]
         else:  # a source file: it is in the repository, not on the site

@@ -1,8 +1,8 @@
 """The page "Reading longer than trained", from the rows of its three studies.
 
-python tools/site/reading.py FOLDER     writes docs/guide/reading-longer.md from `partita study run reading_longer
-                                        recall_longer scale_invariance --size full --out FOLDER`; where a study is not
-                                        whole, it says so
+python tools/site/reading.py FOLDER     writes theory/docs/guide/reading-longer.md from `partita study run
+                                        reading_longer recall_longer scale_invariance --size full --out FOLDER`; where a
+                                        study is not whole, it says so
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partita_theory.store import Store
 
 __all__ = ["page"]
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = Path(__file__).resolve().parents[2] / "theory" / "docs" / "guide" / "reading-longer.md"
 USUAL, LOG = reading_longer.USUAL, reading_longer.LOG
 OPENING = """# Reading longer than trained
 
@@ -47,7 +47,7 @@ def page(folder: Path, size: str = "full") -> str:
         if not left:
             verdict = study.judge(rows)
             within = f" ({verdict.within})" if verdict.within else ""
-            parts += [f"**{verdict.answer}**{within}.", f"![{study.question}](../figures/{name}.svg)"]
+            parts += [f"**{verdict.answer}**{within}.", f"![{study.question}](../../../docs/figures/{name}.svg)"]
     return "\n\n".join(parts).replace(" +- ", " ± ") + "\n"
 
 
@@ -138,4 +138,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    (DOCS / "guide" / "reading-longer.md").write_text(page(Path(sys.argv[1])), encoding="utf-8")
+    PAGE.write_text(page(Path(sys.argv[1])), encoding="utf-8")

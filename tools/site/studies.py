@@ -1,13 +1,14 @@
 """A page for each study: its question, what was expected before the run, what came out, the figure, the rows.
 
-python tools/site/studies.py [FOLDER]     takes verdicts, figures and rows of `partita study run ... --out FOLDER` into
-                                          docs/, and writes docs/reference/verdicts.md
+python tools/site/studies.py [FOLDER]     takes verdicts and rows of `partita study run ... --out FOLDER` into
+                                          theory/docs/, figures into docs/, and writes theory/docs/reference/verdicts.md
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,13 +21,14 @@ from partita_theory.store import Store
 
 __all__ = ["study_pages", "verdict_page"]
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-VERDICTS = Path("reference", "verdicts.json")
+ROOT = Path(__file__).resolve().parents[2]
+HOME, FIGURES = ROOT / "theory" / "docs", ROOT / "docs" / "figures"
+VERDICTS = HOME / "reference" / "verdicts.json"
 SIZES = ("full", "quick")  # the larger one speaks
 ELSEWHERE = {  # studies whose outcome is described on a page, where this one has no verdict of theirs
-    "errata": "errata.md",
-    "finding_quality": "../guide/findings.md#how-often-they-are-right",
-    "length_generalisation": "log.md#2026-11-16",
+    "errata": "reference/errata.md",
+    "finding_quality": "guide/findings.md#how-often-they-are-right",
+    "length_generalisation": "reference/study-log.md#2026-11-16",
 }
 HEAD = """# What came out of every study
 
@@ -34,13 +36,13 @@ Question, what was expected before the run, verdict and the numbers it rests on,
 does not hold stands here as what does. What a verdict means is in [studies](studies.md). Rows are means over seeds,
 with the half width of their 95 % interval beside them.
 
-This page is written by `python tools/site/studies.py` from `docs/reference/verdicts.json`.
+This page is written by `python tools/site/studies.py` from `theory/docs/reference/verdicts.json`.
 """
 
 
-def study_pages(docs: Path) -> Iterator[tuple[str, str]]:
+def study_pages() -> Iterator[tuple[str, str]]:
     """(place on the site, Markdown). A study without a verdict says so."""
-    verdicts = _verdicts(docs / VERDICTS)
+    verdicts = _verdicts(VERDICTS)
     rows = []
     for name in names():
         study = find(name)
@@ -52,15 +54,11 @@ def study_pages(docs: Path) -> Iterator[tuple[str, str]]:
             body += [f"Size `{size}`: {found['cells']} settings and seeds, {found['rows']} rows.", ""]
         else:
             page = ELSEWHERE.get(name)
-            told = (
-                f"What came out is described in [{_stem(page)}](../reference/{page})."
-                if page
-                else "Not run for this page."
-            )
+            told = f"What came out is described in [{_stem(page)}](../{page})." if page else "Not run for this page."
             body += [told, ""]
-        if (docs / "figures" / f"{name}.svg").exists():
+        if (FIGURES / f"{name}.svg").exists():
             body += [f"![{escape(study.question)}](../figures/{name}.svg)", ""]
-        if found and (docs / "rows" / f"{name}.csv").exists():
+        if found and (HOME / "rows" / f"{name}.csv").exists():
             body += [f"[Means and intervals of the rows](../rows/{name}.csv)", ""]
         body += ["## Expected before the run", "", escape(study.expected), "", "## Statements it bears on", ""]
         body += [", ".join(f"[{one}](../reference/statements.md#{one.lower()})" for one in study.ids), ""]
@@ -72,9 +70,9 @@ def study_pages(docs: Path) -> Iterator[tuple[str, str]]:
     yield "study/index.md", "\n".join(["# All studies", "", said, "", *table, ""])
 
 
-def verdict_page(docs: Path) -> str:
-    """The text of docs/reference/verdicts.md: every study, run or not."""
-    verdicts = _verdicts(docs / VERDICTS)
+def verdict_page() -> str:
+    """The text of theory/docs/reference/verdicts.md: every study, run or not."""
+    verdicts = _verdicts(VERDICTS)
     parts = [HEAD]
     for name in names():
         study = find(name)
@@ -82,7 +80,9 @@ def verdict_page(docs: Path) -> str:
         size = next((s for s in SIZES if s in verdicts.get(name, {})), "")
         if not size and name in ELSEWHERE:
             page = ELSEWHERE[name]
-            parts += [f"What came out is described in [{_stem(page)}]({page}).", ""]
+            folder = next(each for each in (HOME, ROOT / "docs") if (each / page.partition("#")[0]).is_file())
+            link = os.path.relpath(folder / page, HOME / "reference")
+            parts += [f"What came out is described in [{_stem(page)}]({link}).", ""]
         elif not size:
             parts += ["Not run for this page.", ""]
         else:
@@ -91,11 +91,11 @@ def verdict_page(docs: Path) -> str:
             parts += [f"**{found['answer']}**{within}. {escape(found['evidence'])}", ""]
             links = [f"size `{size}`: {found['cells']} settings and seeds, {found['rows']} rows"]
             links += [
-                f"[{kind}](../{kind}s/{name}.{end})"
-                for kind, end in (("figure", "svg"), ("row", "csv"))
-                if (docs / f"{kind}s" / f"{name}.{end}").exists()
+                f"[{kind}]({os.path.relpath(file, HOME / 'reference')})"
+                for kind, file in (("figure", FIGURES / f"{name}.svg"), ("rows", HOME / "rows" / f"{name}.csv"))
+                if file.exists()
             ]
-            parts += ["; ".join(links).replace("[row]", "[rows]") + ".", ""]
+            parts += ["; ".join(links) + ".", ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -154,19 +154,19 @@ def _verdicts(path: Path) -> dict[str, Any]:
 def collect(folder: Path) -> None:
     """Verdicts of a folder over those that are there, and the figures and rows of those studies."""
     new = {name: sizes for name, sizes in _verdicts(folder / "verdicts.json").items() if set(sizes) & set(SIZES)}
-    whole = _verdicts(DOCS / VERDICTS)
+    whole = _verdicts(VERDICTS)
     for name, sizes in new.items():
         size = next(s for s in SIZES if s in sizes)
         if size == "quick" and "full" in whole.get(name, {}):
             continue  # the larger one speaks
         whole[name] = {size: sizes[size]}
-        shutil.copy(folder / f"{name}-{size}.svg", DOCS / "figures" / f"{name}.svg")
+        shutil.copy(folder / f"{name}-{size}.svg", FIGURES / f"{name}.svg")
         rows = Store(folder, name, size).rows(find(name).cells(size))
-        write_rows(DOCS / "rows" / f"{name}.csv", means(rows))
-    (DOCS / VERDICTS).write_text(json.dumps(whole, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+        write_rows(HOME / "rows" / f"{name}.csv", means(rows))
+    VERDICTS.write_text(json.dumps(whole, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
     for given in sys.argv[1:]:
         collect(Path(given))
-    (DOCS / "reference" / "verdicts.md").write_text(verdict_page(DOCS), encoding="utf-8")
+    (HOME / "reference" / "verdicts.md").write_text(verdict_page(), encoding="utf-8")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from partita.errors import BackendError
@@ -13,21 +14,11 @@ from partita.errors import BackendError
 __all__ = ["Installed", "put"]
 
 
-class Installed:
+class Installed(contextlib.ExitStack):
     """What `install` has done: called, or left as a context manager, it puts the package's own functions back."""
 
-    def __init__(self, replaced: list[tuple[Any, str, Any]]):
-        self._replaced = replaced
-
     def __call__(self) -> None:
-        while self._replaced:
-            setattr(*self._replaced.pop())
-
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self()
+        self.close()
 
 
 def put(package: str, version: str, ours: Mapping[tuple[str, str], Any], also: Sequence[str] = ()) -> Installed:
@@ -45,12 +36,22 @@ def put(package: str, version: str, ours: Mapping[tuple[str, str], Any], also: S
                 f"partita.adapters.{package} is installed already; call what the first install() returned, or leave "
                 f"its with block, before you install it again."
             )
-        _check_arguments(f"{where}.{name}", theirs, own, package, version)
+        expected, found = _arguments(own), _arguments(theirs)
+        if found != expected:
+            now = getattr(_module(package, package, version), "__version__", "unknown")
+            takes = "is not there" if found is None else f"takes ({', '.join(found)})"
+            raise BackendError(
+                f"partita.adapters.{package} was made for {package} {version}, whose {where}.{name} takes "
+                f"({', '.join(expected or [])}); that of {package} {now} {takes}. Run pip install "
+                f"{package}=={version}, or train without install()."
+            )
         known = [module, *(sys.modules[x] for x in also if x in sys.modules)]
         replaced += [(m, name, theirs, own) for m in known if hasattr(m, name)]
-    for module, name, _, own in replaced:
+    undo = Installed()
+    for module, name, theirs, own in replaced:
         setattr(module, name, own)
-    return Installed([(module, name, theirs) for module, name, theirs, _ in replaced])
+        undo.callback(setattr, module, name, theirs)
+    return undo
 
 
 def _module(name: str, package: str, version: str) -> Any:
@@ -70,22 +71,9 @@ def _called(given: Any) -> Any:
     return forward if forward is not None else getattr(given, "apply", given)
 
 
-def _arguments(function: Callable[..., Any] | None) -> list[str] | None:
-    """Names of the arguments that may be positional."""
-    if not callable(function):
+def _arguments(given: Any) -> list[str] | None:
+    """Names of the arguments that may be positional; None of what cannot be called."""
+    if not callable(function := _called(given)):
         return None
     found = inspect.signature(function).parameters.values()
     return [p.name for p in found if p.kind is not p.KEYWORD_ONLY and p.name not in ("self", "ctx")]
-
-
-def _check_arguments(name: str, theirs: Any, own: Any, package: str, version: str) -> None:
-    """Raise unless the package's function takes what ours does, in that order."""
-    expected, found = _arguments(_called(own)), _arguments(None if theirs is None else _called(theirs))
-    if found != expected:
-        now = getattr(_module(package, package, version), "__version__", "unknown")
-        raise BackendError(
-            f"partita.adapters.{package} was made for {package} {version}, whose {name} takes "
-            f"({', '.join(expected or [])}); that of {package} {now} "
-            f"{'is not there' if found is None else 'takes (' + ', '.join(found) + ')'}. Run pip install "
-            f"{package}=={version}, or train without install()."
-        )

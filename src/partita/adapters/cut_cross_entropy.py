@@ -51,20 +51,9 @@ def linear_cross_entropy(
         raise ValueRangeError(
             f"bias must be a tensor (vocabulary,) or None; got {bias!r}. Pass ignore_index and what follows it by name."
         )
-    loss = _linear_cross_entropy(
-        e,
-        c,
-        targets,
-        linear_bias=bias,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        reduction=reduction,
-        shift=int(shift),
-    )
-    if not return_lse:
-        return loss
-    given: dict[str, Any] = {"bias": bias, "softcap": softcap, "ignore_index": ignore_index, "shift": int(shift)}
-    return loss, token_stats(e, c, targets, want="logsumexp", **given).logsumexp
+    given: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "shift": int(shift)}
+    loss = _linear_cross_entropy(e, c, targets, linear_bias=bias, reduction=reduction, **given)
+    return (loss, token_stats(e, c, targets, bias=bias, want="logsumexp", **given).logsumexp) if return_lse else loss
 
 
 class LinearCrossEntropy(nn.Module):

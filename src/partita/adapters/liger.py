@@ -52,29 +52,25 @@ def liger_fused_linear_cross_entropy(
     tensor(2.3026)
     """
     more = return_token_accuracy or return_predicted_tokens
+    second = use_token_scaling or return_z_loss or (lse_square_scale and ce_weight is not None)
     known: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap}
-
-    def entropy(reduction: Reduction, z_loss: float) -> tuple[Tensor, Any]:
-        found: Any = linear_cross_entropy(
-            input, weight, target, linear_bias=bias, weight=ce_weight, label_smoothing=label_smoothing,
-            reduction=reduction, z_loss=z_loss, return_stats=more, **known,
-        )  # fmt: skip
-        return found if more else (found, None)
-
+    found: Any = linear_cross_entropy(
+        input, weight, target, linear_bias=bias, weight=ce_weight, label_smoothing=label_smoothing, return_stats=more,
+        reduction="none" if second else reduction, z_loss=0.0 if second else lse_square_scale, **known,
+    )  # fmt: skip
+    stats: Any
+    loss, stats = found if more else (found, None)
     counts, z_loss = target != ignore_index, None
-    if use_token_scaling or return_z_loss or (lse_square_scale and ce_weight is not None):
-        rows, stats = entropy("none", 0.0)
+    if second:
         read = token_stats(input, weight, target, bias=bias, want=("log_prob", "logsumexp"), **known)
         z = lse_square_scale * read.logsumexp.square()
         if use_token_scaling:
             p = read.log_prob.detach().exp()
-            rows, z = rows * p, z * p
+            loss, z = loss * p, z * p
         number = counts.sum()
         share = number if ce_weight is None else ce_weight[target[counts]].sum()
-        loss = reduce_rows(rows, reduction, share) + reduce_rows(z, reduction, number)
+        loss = reduce_rows(loss, reduction, share) + reduce_rows(z, reduction, number)
         z_loss = reduce_rows(z, reduction, number).detach() if return_z_loss else None
-    else:
-        loss, stats = entropy(reduction, lse_square_scale)
     if not (more or return_z_loss):
         return loss
     accuracy = stats.correct.float() if return_token_accuracy else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,8 +103,8 @@ class _Power:
 
     per_pair = 1
 
-    def __init__(self, p: float | None, power: float):
-        self.distance, self.power = None if p is None else Distance(p), power
+    def __init__(self, distance: Distance | None, power: float):
+        self.distance, self.power = distance, power
 
     def __call__(self, query: Tensor, key: Tensor) -> Tensor:
         if self.distance is None:
@@ -113,16 +114,17 @@ class _Power:
 
 def _score_of(distance: Any) -> Score | None:
     """What the engine scores with, of vectors that are normalised already; None is the inner product."""
-    kind = type(distance)
-    home = kind.__module__.startswith("pytorch_metric_learning.distances.")
-    if distance is None or (home and kind.__name__ in ("CosineSimilarity", "DotProductSimilarity")):
-        return None if distance is None or distance.power == 1 else _Power(None, distance.power)
-    if not home or kind.__name__ != "LpDistance":
+    if distance is None:
+        return None
+    home, name = type(distance).__module__, type(distance).__name__
+    inner = name in ("CosineSimilarity", "DotProductSimilarity")
+    if not home.startswith("pytorch_metric_learning.distances.") or not (inner or name == "LpDistance"):
         raise ValueRangeError(
             f"distance must be CosineSimilarity, DotProductSimilarity or LpDistance of "
-            f"pytorch_metric_learning.distances, or None; got {kind.__name__}. Use that package's own loss for others."
+            f"pytorch_metric_learning.distances, or None; got {name}. Use that package's own loss for others."
         )
-    return Distance(distance.p) if distance.power == 1 else _Power(distance.p, distance.power)
+    score = None if inner else Distance(distance.p)
+    return score if distance.power == 1 else _Power(score, distance.power)
 
 
 @overridable
@@ -149,17 +151,16 @@ def pair_loss(
         raise ShapeError("embeddings must be (n, dim) and labels (n,): without labels, give mined tuples.")
     if pairs is None and itself != (ref_labels is None):
         raise ShapeError("ref_emb and ref_labels belong together: give both or neither.")
-    score, scale, once = _score_of(distance), 1.0 / temperature, kind == "SupConLoss"
+    once = kind == "SupConLoss"
     unit = functools.partial(normalize, dim=-1) if distance is None else distance.maybe_normalize
     x = unit(embeddings)
-    keys = x if itself else unit(keys)
+    among = _Candidates(x, x if itself else unit(keys), itself, 1.0 / temperature, _score_of(distance), return_stats)
     if pairs is not None:
-        losses, indices, stats = _mined(x, keys, pairs, scale, once, score, return_stats)
+        losses, indices, stats = among.mined(pairs, once)
     else:
         assert labels is not None
         labels = labels.to(x.device)
-        key_labels = labels if ref_labels is None else ref_labels.to(x.device)
-        losses, indices, stats = _labelled(x, keys, labels, key_labels, scale, once, score, itself, return_stats)
+        losses, indices, stats = among.labelled(labels, labels if ref_labels is None else ref_labels.to(x.device), once)
     loss = _reduced(losses, indices, once, reducer, embeddings, labels)
     return (loss, stats) if return_stats else loss
 
@@ -177,39 +178,76 @@ def _reduced(losses: Tensor, indices: Any, once: bool, reducer: Any, embeddings:
     return (losses.sum() / (losses > 0).sum().clamp(min=1) if once else losses.mean()).to(embeddings.dtype)
 
 
-def _labelled(
-    x: Tensor,
-    keys: Tensor,
-    labels: Tensor,
-    key_labels: Tensor,
-    scale: float,
-    once: bool,
-    score: Score | None,
-    itself: bool,
-    return_stats: bool,
-) -> tuple[Tensor, Any, LabelStats | None]:
-    """The losses of anchors, or of all pairs of a label; negatives stream."""
-    stats = None
-    if once or return_stats:
-        anchors = Anchors(x, scale, ALONE.check_same("pair_loss", (len(x), len(keys)), {}), score)
-        rows, count, stats = label_rows(anchors, labels, keys, key_labels, itself=itself, stats=return_stats)
+@dataclass(frozen=True, eq=False)
+class _Candidates:
+    """Anchors and what they are compared with. Losses are one per anchor (`once`), or one per positive pair."""
+
+    x: Tensor  # (n, dim)
+    keys: Tensor  # (m, dim)
+    itself: bool  # the keys are the anchors
+    scale: float
+    score: Score | None
+    return_stats: bool
+
+    def labelled(self, labels: Tensor, key_labels: Tensor, once: bool) -> tuple[Tensor, Any, LabelStats | None]:
+        """Positives are all pairs of a label; negatives stream."""
+        x, keys, scale, stats = self.x, self.keys, self.scale, None
+        if once or self.return_stats:
+            anchors = Anchors(x, scale, ALONE.check_same("pair_loss", (len(x), len(keys)), {}), self.score)
+            reads = {"itself": self.itself, "stats": self.return_stats}
+            rows, count, stats = label_rows(anchors, labels, keys, key_labels, **reads)
+            if once:
+                own = count.long().sum()
+                compared = _compared(own, len(x) * (len(keys) - self.itself) - own)
+                return torch.where(compared, rows, 0.0), torch.arange(len(x), device=x.device), stats
+        order, others = sort_by_label(labels, key_labels)
+        count = others.last - others.first
+        far = Gibbs(x, keys[order], scale=scale, support=others, score=self.score).reduce(statistics=False).state
+        # anchor a has the keys first_a, ..., last_a - 1 of its own label
+        anchor = torch.repeat_interleave(torch.arange(len(x), device=x.device), count)
+        key = order[others.first[anchor] + _place(count)]
+        if self.itself:
+            anchor, key = (t[key != anchor] for t in (anchor, key))
+        each = -logsigmoid(self.scores(anchor, key) - far.log_partition()[anchor])
+        found = torch.tensor(len(anchor), device=x.device)
+        return torch.where(_compared(found, (len(keys) - count).sum()), each, 0.0), (anchor, key), stats
+
+    def mined(self, pairs: tuple[Tensor, ...], once: bool) -> tuple[Tensor, Any, LabelStats | None]:
+        """Of listed pairs: one score each, and one row of scores per anchor, as long as its longest list."""
+        x, stats = self.x, None
+        a, p, b, m = pairs
+        nothing = not len(a) or not len(b) or max(len(a), len(b)) == 1
         if once:
-            own = count.long().sum()
-            compared = _compared(own, len(x) * (len(keys) - itself) - own)
-            return torch.where(compared, rows, 0.0), torch.arange(len(x), device=x.device), stats
-    order, others = sort_by_label(labels, key_labels)
-    sorted_keys = keys[order]
-    count = others.last - others.first
-    far = Gibbs(x, sorted_keys, scale=scale, support=others, score=score).reduce(statistics=False).state
-    # anchor a has the keys first_a, ..., last_a - 1 of its own label
-    anchor = torch.repeat_interleave(torch.arange(len(x), device=x.device), count)
-    key = order[others.first[anchor] + _place(count)]
-    if itself:
-        anchor, key = (t[key != anchor] for t in (anchor, key))
-    each = -logsigmoid(scale * _scores(x, keys, anchor, key, score) - far.log_partition()[anchor])
-    found = torch.tensor(len(anchor), device=x.device)
-    each = torch.where(_compared(found, (len(keys) - count).sum()), each, 0.0)
-    return each, (anchor, key), stats
+            (a, p), (b, m) = _each_once(a, p, len(self.keys)), _each_once(b, m, len(self.keys))
+        positive, negative = self.scores(a, p), self.scores(b, m)
+        near, far = _state(positive, a, len(x)), _state(negative, b, len(x))
+        indices: Any
+        if once:
+            whole = near.merge(far)
+            mean = torch.zeros_like(near.mass).index_add(0, a, positive) / near.count.clamp(min=1)
+            losses = torch.where(near.empty(), 0.0, torch.where(near.empty(), mean, whole.log_partition()) - mean)
+            rows, indices = losses, torch.arange(len(x), device=x.device)
+        else:
+            losses, indices = -logsigmoid(positive - far.log_partition()[a]), (a, p)
+            rows = torch.zeros_like(near.mass).index_add(0, a, losses.detach()) / near.count.clamp(min=1)
+        if self.return_stats:
+            with torch.no_grad():
+                right = ~near.empty() & (near.peak >= far.peak)
+                stats = label_stats(near.merge(far), far, right, rows.detach(), near.count, x, self.scale)
+        return (losses[:0] if nothing else losses), indices, stats
+
+    def scores(self, one: Tensor, other: Tensor) -> Tensor:
+        """scale * score(x_i, key_j) of listed pairs; the vectors of a few are gathered at a time."""
+        dtype = torch.promote_types(self.x.dtype, torch.float32)
+
+        def few(i: Tensor, j: Tensor, left: Tensor, right: Tensor) -> Tensor:
+            if self.score is None:
+                return (left[i] * right[j]).sum(-1)
+            with no_autocast(left):
+                return self.score(left[i, None], right[j, None])[:, 0, 0]
+
+        vectors = [self.x.to(dtype), self.keys.to(dtype)]
+        return self.scale * in_row_blocks(few, [one, other], vectors, self.x.shape[-1])
 
 
 def _compared(positive: Tensor, negative: Tensor) -> Tensor:
@@ -226,7 +264,7 @@ def _place(count: Tensor) -> Tensor:
 # ---- mined tuples --------------------------------------------------------------------------------------------------
 
 
-def _pairs(given: Sequence[Tensor], n: int, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _pairs(given: Sequence[Tensor], n: int, m: int) -> tuple[Tensor, ...]:
     """Anchors and positives, anchors and negatives; triplets name their anchor once."""
     if not isinstance(given, (tuple, list)) or len(given) not in (3, 4):
         raise ValueRangeError(
@@ -246,55 +284,9 @@ def _pairs(given: Sequence[Tensor], n: int, m: int) -> tuple[Tensor, Tensor, Ten
     return a, p, a2, negative
 
 
-def _mined(
-    x: Tensor,
-    keys: Tensor,
-    pairs: tuple[Tensor, Tensor, Tensor, Tensor],
-    scale: float,
-    once: bool,
-    score: Score | None,
-    return_stats: bool,
-) -> tuple[Tensor, Any, LabelStats | None]:
-    """The losses of listed pairs: one score each, and one row of scores per anchor, as long as its longest list."""
-    a, p, b, m = pairs
-    nothing = not len(a) or not len(b) or max(len(a), len(b)) == 1
-    if once:
-        (a, p), (b, m) = _each_once(a, p, len(keys)), _each_once(b, m, len(keys))
-    positive, negative = (scale * _scores(x, keys, i, j, score) for i, j in ((a, p), (b, m)))
-    near, far = _state(positive, a, len(x)), _state(negative, b, len(x))
-    indices: Any
-    if once:
-        whole = near.merge(far)
-        mean = torch.zeros_like(near.mass).index_add(0, a, positive) / near.count.clamp(min=1)
-        losses = torch.where(near.empty(), 0.0, torch.where(near.empty(), mean, whole.log_partition()) - mean)
-        rows, indices = losses, torch.arange(len(x), device=x.device)
-    else:
-        losses, indices = -logsigmoid(positive - far.log_partition()[a]), (a, p)
-        rows = torch.zeros_like(near.mass).index_add(0, a, losses.detach()) / near.count.clamp(min=1)
-    stats = None
-    if return_stats:
-        with torch.no_grad():
-            right = ~near.empty() & (near.peak >= far.peak)
-            stats = label_stats(near.merge(far), far, right, rows.detach(), near.count, x, scale)
-    return (losses[:0] if nothing else losses), indices, stats
-
-
 def _each_once(one: Tensor, other: Tensor, width: int) -> tuple[Tensor, Tensor]:
     code = torch.unique(one * width + other)
     return code // width, code % width
-
-
-def _scores(x: Tensor, keys: Tensor, one: Tensor, other: Tensor, score: Score | None) -> Tensor:
-    """score(x_i, key_j) of listed pairs; the vectors of a few are gathered at a time."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-
-    def few(i: Tensor, j: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        if score is None:
-            return (left[i] * right[j]).sum(-1)
-        with no_autocast(left):
-            return score(left[i, None], right[j, None])[:, 0, 0]
-
-    return in_row_blocks(few, [one, other], [x.to(dtype), keys.to(dtype)], x.shape[-1])
 
 
 def _state(score: Tensor, anchor: Tensor, n: int) -> State:

@@ -94,25 +94,19 @@ class MultipleNegativesRankingLoss(nn.Module):
         def remember(stats: Stats) -> None:
             self.last_stats = type(stats)(*(x.detach() for x in stats))
 
-        others = [_others(x) for x in unit] if self.gather_across_devices else None
         loss = ranking_loss(
             unit[0], unit[1:], self.scale, self.directions, joint=self.partition_mode == "joint", remember=remember,
-            others=others, hardness=(self.hardness_mode, self.hardness_strength),
+            others=[_others(x) for x in unit] if self.gather_across_devices else None,
+            hardness=(self.hardness_mode, self.hardness_strength),
             score=None if isinstance(similarity, str) else similarity,
         )  # fmt: skip
         assert isinstance(loss, Tensor)
         return loss.to(embeddings[0].dtype)
 
     def get_config_dict(self) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "similarity_fct": _name(self.similarity),
-            "gather_across_devices": self.gather_across_devices,
-            "directions": self.directions,
-            "partition_mode": self.partition_mode,
-            "hardness_mode": self.hardness_mode,
-            "hardness_strength": self.hardness_strength,
-        }
+        after = ("gather_across_devices", "directions", "partition_mode", "hardness_mode", "hardness_strength")
+        named = {"scale": self.scale, "similarity_fct": _name(self.similarity)}
+        return named | {name: getattr(self, name) for name in after}
 
     @property
     def similarity(self) -> str | Score:
@@ -224,40 +218,31 @@ def ranking_loss(
     remember: called with the `Stats` of the first direction, which the loss knows anyway.
     return_stats: also a `ContrastStats` of the queries among all documents, which takes passes of its own.
     """
-    away = [x[:0] for x in (query, *docs)] if others is None else list(others)
-    anchors = Anchors(query, scale, score=score)
-    states = _states(anchors, docs, away, directions, hardness)
+    queries, *columns = (query, *docs) if others is None else map(torch.cat, zip((query, *docs), others, strict=True))
+    anchors, states = Anchors(query, scale, score=score), []
+    back = anchors.turned(docs[0])
+    for direction in ("query_to_doc", *(name for name in directions if name != "query_to_doc")):
+        if direction == "query_to_doc" and (hardness[0] is None or hardness[1] == 0.0):
+            state = anchors.state([Bank(torch.cat(columns))])
+        elif direction == "query_to_doc":
+            state = _hardness_weighted(anchors, docs, columns, hardness)
+        elif direction == "query_to_query":
+            state = anchors.state([Bank(queries, support.not_self())])
+        elif direction == "doc_to_query":
+            state = back.state([Bank(queries)])
+        else:  # documents of the row's own query are no negatives: one left out of each column
+            state = back.state([Bank(x, support.not_self()) for x in columns])
+        states.append(state)
     positive = scale * anchors.positive(docs[0])
     if remember is not None:
         remember(states[0].stats())
     each = [joint_loss(positive, *states)] if joint else [joint_loss(positive, state) for state in states]
     loss = torch.stack(each).mean()
-    return (loss, _read(states[0], anchors, docs, away, positive)) if return_stats else loss
-
-
-def _states(
-    anchors: Anchors, docs: Sequence[Tensor], away: Sequence[Tensor], directions: Sequence[str], hardness: Any
-) -> list[State]:
-    pairs = zip((anchors.query, *docs), away, strict=True)
-    everything = [torch.cat([mine, theirs]) for mine, theirs in pairs]  # those of this rank first
-    mode, strength = hardness
-    back = anchors.turned(docs[0])
-    if mode is None or strength == 0.0:
-        found = {"query_to_doc": anchors.state([Bank(torch.cat(everything[1:]))])}
-    else:
-        found = {"query_to_doc": _hardness_weighted(anchors, docs, everything[1:], mode, strength)}
-    if "query_to_query" in directions:
-        found["query_to_query"] = anchors.state([Bank(everything[0], support.not_self())])
-    if "doc_to_query" in directions:
-        found["doc_to_query"] = back.state([Bank(everything[0])])
-    if "doc_to_doc" in directions:
-        # documents of the row's own query are no negatives: one left out of each column
-        found["doc_to_doc"] = back.state([Bank(x, support.not_self()) for x in everything[1:]])
-    return [found["query_to_doc"], *(found[name] for name in directions if name != "query_to_doc")]
+    return (loss, _read(states[0], anchors, docs[0], columns, positive)) if return_stats else loss
 
 
 def _hardness_weighted(
-    anchors: Anchors, own: Sequence[Tensor], everything: list[Tensor], mode: str, strength: float
+    anchors: Anchors, own: Sequence[Tensor], columns: Sequence[Tensor], hardness: tuple[str | None, float]
 ) -> State:
     """The row's positive as it is; its hard negatives and all other documents with or without a weight."""
 
@@ -267,17 +252,17 @@ def _hardness_weighted(
         whole = anchors.scale + weight
         return replace(anchors, scale=whole, score=PartialScore(anchors.score, share=float(anchors.scale / whole)))
 
+    mode, strength = hardness
     of_others, hard = (weighted(strength if mode in (name, "all_negatives") else 0.0) for name in _HARDNESS[:2])
     whole = anchors.state([Bank(own[0][:, None])])
-    whole = whole.merge(of_others.state([Bank(x, support.not_self()) for x in everything]))
+    whole = whole.merge(of_others.state([Bank(x, support.not_self()) for x in columns]))
     return whole.merge(hard.state([Bank(torch.stack(list(own[1:]), 1))])) if len(own) > 1 else whole
 
 
 @torch.no_grad()
-def _read(whole: State, anchors: Anchors, docs: Sequence[Tensor], away: Sequence[Tensor], own: Tensor) -> ContrastStats:
+def _read(whole: State, anchors: Anchors, doc: Tensor, columns: Sequence[Tensor], own: Tensor) -> ContrastStats:
     """The queries among all documents: those of others, and every column of negatives."""
-    columns = [torch.cat([mine, theirs]) for mine, theirs in zip(docs, away[1:], strict=True)]
     banks = [Bank(columns[0], support.not_self()), *(Bank(column) for column in columns[1:])]
     negatives = anchors.state(banks)
     nll = -logsigmoid(own - negatives.log_partition())
-    return readout(anchors, docs[0], banks, whole, negatives, nll, [anchors.positive(docs[0])])
+    return readout(anchors, doc, banks, whole, negatives, nll, [anchors.positive(doc)])

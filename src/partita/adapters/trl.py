@@ -75,21 +75,17 @@ def log_probs(
     (tensor([-2.3026]), tensor([2.3026]), tensor([-2.3026]), tensor([0.]), tensor([True]))
     """
     p = _head(hidden, weight, bias, temperature, final_logit_softcapping, logit_scale)
-    sums = p.reduce(
-        target=targets, statistics="entropy" in outputs, variance=False, argmax="is_top1" in outputs
-    )  # the one pass
-    own: dict[str, Tensor] = {}
+    entropy = log_sum_sq = mean_logit = top = None
+    sums = p.reduce(target=targets, statistics="entropy" in outputs, variance=False, argmax="is_top1" in outputs)
     if "entropy" in outputs:
-        own["entropy"] = sums.state.entropy().float()
+        entropy = sums.state.entropy().float()
     with torch.no_grad():
         if "log_sum_sq_probs" in outputs:
-            own["log_sum_sq_probs"] = collision(sums.state, sharper(p, 2.0).state(statistics=False)).float()
+            log_sum_sq = collision(sums.state, sharper(p, 2.0).state(statistics=False)).float()
         if "mean_logits" in outputs:
-            own["mean_logits"] = _mean_logit(p).float()
-    if "is_top1" in outputs:
-        assert sums.argmax is not None
-        own["is_top1"] = sums.argmax == targets
-    entropy, log_sum_sq, mean_logit, top = (own.get(name) for name in OPTIONAL)
+            mean_logit = _mean_logit(p).float()
+    if sums.argmax is not None:
+        top = sums.argmax == targets
     return -sums.nll().float(), entropy, log_sum_sq, mean_logit, top
 
 
@@ -129,10 +125,8 @@ def divergence(
     )  # fmt: skip
     with torch.no_grad():
         entropy = student.entropy()
-    if beta == 0.0:
-        found = divergence_of(teacher, student)
-    elif beta == 1.0:
-        found = divergence_of(student, teacher)
+    if beta in (0.0, 1.0):
+        found = divergence_of(teacher, student, "reverse" if beta else "forward")
     else:
         found = divergence_of(teacher, student, "js", beta=beta)
     return found.float(), entropy.float()

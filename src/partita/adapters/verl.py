@@ -113,6 +113,6 @@ def _stats(
             temperature = temperature[:, None]  # one per sample
         elif temperature.numel() == labels.numel():
             temperature = temperature.reshape(labels.shape)
-    want = ("log_prob", "entropy", *(["log_sum_sq"] if squared else []))
-    found = token_stats(hidden, weight, labels, temperature=temperature, want=want, group=group)
-    return [found.log_prob, found.entropy, *([found.log_sum_sq.exp()] if squared else [])]
+    want = ["log_prob", "entropy"] + ["log_sum_sq"] * squared
+    found = list(token_stats(hidden, weight, labels, temperature=temperature, want=want, group=group))
+    return [*found[:2], *(x.exp() for x in found[2:])]

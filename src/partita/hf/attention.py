@@ -181,11 +181,9 @@ def _policy(module: nn.Module, registered: LayerScale | None) -> Policy | None:
     if plain is not None:
         plain = plain if "policy" in plain else plain.get(str(layer))
         return None if plain is None else made_from(plain, "policy", scales)
-    if registered is None or isinstance(registered, Policy):
-        return registered
     if isinstance(registered, Mapping):
         return None if layer is None else registered.get(layer)
-    return registered(module)
+    return registered if registered is None or isinstance(registered, Policy) else registered(module)
 
 
 @contextlib.contextmanager
@@ -264,12 +262,11 @@ def _forward(
         bias = None if bias is None else bias[..., :n_query]
     if causal and sliding_window is not None:
         support = supports.window(sliding_window - 1, 0)
-    if mask is not None and mask.is_floating_point():
+    if mask is not None:
         mask = mask[..., : key.shape[2]]
         # the dtype's minimum hides a key, so that a row without keys gives zero
-        mask = torch.where(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf, mask)
-    elif mask is not None:
-        mask = mask[..., : key.shape[2]].bool()
+        floats = mask.is_floating_point()
+        mask = torch.where(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf, mask) if floats else mask.bool()
     policy = _policy(module, registered)
     options: Options = {
         "attn_mask": mask,

@@ -20,8 +20,6 @@ from partita.hf.attention import NAMES, OBSERVERS
 
 __all__ = ["HeavyHitterLayer", "heavy_hitter_cache"]
 
-_KEPT = ("keys", "values", "received", "positions")
-
 
 def heavy_hitter_cache(model: Any, keep: int, recent: int) -> Any:
     """A cache that keeps, in each key head, the keys that received most attention and the last ones.
@@ -78,13 +76,10 @@ class HeavyHitterLayer(DynamicLayer):  # type: ignore[misc]
         old = self.received[..., : n - self.recent]
         best = old.sort(dim=-1, descending=True, stable=True).indices[..., : self.keep].sort(-1).values
         last = torch.arange(n - self.recent, n, device=old.device).expand(*old.shape[:-1], self.recent)
-        self._select(torch.cat([best, last], -1))
-
-    def _select(self, index: Tensor) -> None:
-        self.received, self.positions = (t.gather(-1, index) for t in (self.received, self.positions))  # type: ignore[union-attr]
-        for name in ("keys", "values"):
-            t = getattr(self, name)
-            setattr(self, name, t.gather(-2, index[..., None].expand(*index.shape, t.shape[-1])))
+        index = torch.cat([best, last], -1)
+        self._change(
+            lambda t: t.gather(2, index.view(*index.shape, *[1] * (t.dim() - 3)).expand(*index.shape, *t.shape[3:]))
+        )
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -102,15 +97,15 @@ class HeavyHitterLayer(DynamicLayer):  # type: ignore[misc]
         raise NotImplementedError("a cache that has dropped keys cannot be rolled back.")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        self._change(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._batch(lambda t: t.repeat_interleave(repeats, dim=0))
+        self._change(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._batch(lambda t: t[indices, ...])
+        self._change(lambda t: t[indices, ...])
 
-    def _batch(self, change: Any) -> None:
+    def _change(self, change: Any) -> None:
         if self.received is not None:
-            for name in _KEPT:
+            for name in ("keys", "values", "received", "positions"):
                 setattr(self, name, change(getattr(self, name)))

@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ def logit_free(model: nn.Module, *, label_smoothing: float = 0.0) -> nn.Module:
     _refuse_trl(inner)
     inner.register_forward_pre_hook(_warn_of_trl, with_kwargs=True)
     for head in heads:
-        head.forward = types.MethodType(_deferring(type(head).forward), head)  # type: ignore[method-assign]
-    inner.forward = types.MethodType(_with_labels(type(inner).forward, label_smoothing), inner)
+        _replace_forward(head, _lazy_head)
+    _replace_forward(inner, functools.partial(_with_labels, label_smoothing))
     return model
 
 
@@ -64,20 +64,16 @@ def logits_again(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def lazy_logits(heads: list[nn.Linear]) -> Iterator[None]:
     """In this block and thread these heads return `LazyLogits`, so that the model's `logits` are those."""
-    before = getattr(_ACTIVE, "smoothing", None)
-    own = [(head, head.__dict__.get("forward")) for head in heads]
+    own = [{name: x for name, x in vars(head).items() if name == "forward"} for head in heads]
     for head in heads:
-        head.forward = types.MethodType(_deferring(type(head).forward), head)  # type: ignore[method-assign]
-    _ACTIVE.smoothing = 0.0
+        _replace_forward(head, _lazy_head)
     try:
-        yield
+        with _active(0.0):
+            yield
     finally:
-        _ACTIVE.smoothing = before
-        for head, forward in own:
-            if forward is None:
-                head.__dict__.pop("forward", None)
-            else:
-                head.forward = forward  # type: ignore[method-assign]
+        for head, before in zip(heads, own, strict=True):
+            del head.forward
+            vars(head).update(before)
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -105,31 +101,39 @@ def _heads(model: Any) -> Iterator[nn.Linear]:
     yield from (m for m in linear if m.out_features == width)
 
 
-def _deferring(forward: Any) -> Any:
-    @functools.wraps(forward)
-    def head(self: nn.Linear, input: Tensor) -> Any:
-        if getattr(_ACTIVE, "smoothing", None) is None:
-            return forward(self, input)
-        return LazyLogits(input, self.weight, self.bias, label_smoothing=_ACTIVE.smoothing)
+def _replace_forward(module: Any, wrapper: Callable[..., Any]) -> None:
+    """Call wrapper(forward of the class, module, ...) as the forward of this module."""
+    inner = type(module).forward
 
-    head.logit_free = True  # type: ignore[attr-defined]
-    return head
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(inner, self, *args, **kwargs)
+
+    forward.logit_free = True  # type: ignore[attr-defined]
+    module.forward = types.MethodType(forward, module)
 
 
-def _with_labels(forward: Any, label_smoothing: float) -> Any:
-    @functools.wraps(forward)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("labels") is None:
-            return forward(self, *args, **kwargs)
-        before = getattr(_ACTIVE, "smoothing", None)
-        _ACTIVE.smoothing = label_smoothing
-        try:
-            return _without_logits(forward(self, *args, **kwargs))
-        finally:
-            _ACTIVE.smoothing = before
+@contextlib.contextmanager
+def _active(label_smoothing: float) -> Iterator[None]:
+    before = getattr(_ACTIVE, "smoothing", None)
+    _ACTIVE.smoothing = label_smoothing
+    try:
+        yield
+    finally:
+        _ACTIVE.smoothing = before
 
-    call.logit_free = True  # type: ignore[attr-defined]
-    return call
+
+def _lazy_head(forward: Any, head: nn.Linear, input: Tensor) -> Any:
+    if getattr(_ACTIVE, "smoothing", None) is None:
+        return forward(head, input)
+    return LazyLogits(input, head.weight, head.bias, label_smoothing=_ACTIVE.smoothing)
+
+
+def _with_labels(label_smoothing: float, forward: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("labels") is None:
+        return forward(model, *args, **kwargs)
+    with _active(label_smoothing):
+        return _without_logits(forward(model, *args, **kwargs))
 
 
 def _without_logits(outputs: Any) -> Any:
@@ -166,24 +170,7 @@ def _warn_of_trl(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 # ---- in a Trainer's log ----------------------------------------------------------------------------------------------
 
-
-class _Tokens:
-    """Sums over the tokens of the step that will be logged."""
-
-    def __init__(self) -> None:
-        self.sums: Tensor | None = None
-
-    def __call__(self, stats: LossStats) -> None:
-        with torch.no_grad():
-            kept = stats.visible > 0  # ignored labels see no class
-            rows = torch.stack([kept, stats.correct, -stats.nll, stats.entropy]).double()
-            found = torch.where(kept, rows, 0.0).flatten(1).sum(1)
-            self.sums = found if self.sums is None else self.sums + found
-
-    def means(self) -> dict[str, float]:
-        count, *rest = [0.0] if self.sums is None else self.sums.tolist()
-        names = ("token_accuracy", "token_log_prob", "token_entropy")
-        return {name: value / count for name, value in zip(names, rest, strict=False)} if count else {}
+_LOGGED = ("token_accuracy", "token_log_prob", "token_entropy")
 
 
 def token_log_callback() -> Any:
@@ -195,29 +182,32 @@ def token_log_callback() -> Any:
     from transformers import TrainerCallback
 
     class TokenLogCallback(TrainerCallback):  # type: ignore[misc]
-        tokens: _Tokens | None = None
+        sums: Any = None  # over the tokens of the step that will be logged: their number, then each of _LOGGED
+
+        def add(self, stats: LossStats) -> None:
+            with torch.no_grad():
+                kept = stats.visible > 0  # ignored labels see no class
+                rows = torch.stack([kept, stats.correct, -stats.nll, stats.entropy]).double()
+                self.sums = self.sums + torch.where(kept, rows, 0.0).flatten(1).sum(1)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self._stop()
+            self.on_train_end(args, state, control)
             every = max(1, int(state.logging_steps or 1))
             first = state.global_step == 0 and args.logging_first_step
             if first or (state.global_step + 1) % every == 0:
-                self.tokens = _Tokens()
-                LISTENERS.append(self.tokens)
+                self.sums = torch.zeros(())
+                LISTENERS.append(self.add)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if self.tokens is not None and logs is not None and "loss" in logs:
-                means = self.tokens.means()
+            if self.sums is not None and self.sums.any() and logs is not None and "loss" in logs:
+                means = dict(zip(_LOGGED, (self.sums[1:] / self.sums[0]).tolist(), strict=True))
                 logs.update(means)
                 state.log_history[-1].update(means)
-            self._stop()
+            self.on_train_end(args, state, control)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self._stop()
-
-        def _stop(self) -> None:
-            if self.tokens is not None and self.tokens in LISTENERS:
-                LISTENERS.remove(self.tokens)
-            self.tokens = None
+            self.sums = None
+            if self.add in LISTENERS:
+                LISTENERS.remove(self.add)
 
     return TokenLogCallback()

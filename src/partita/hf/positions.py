@@ -59,7 +59,7 @@ def set_positions(model: nn.Module, positions: attn.Positions | None) -> None:
         _clip(model, found, positions)
     elif positions is not None:
         for rotary in found:
-            rotary.write(positions)
+            rotary.put(rotary.changed(positions), rotary.own()[1] * positions.amplitude)
     for config in configs:
         setattr(config, _FIELD, None if positions is None else to_plain(positions, "positions"))
 
@@ -121,14 +121,11 @@ class _Rotary:
             known[self.name] = buffer.clone(), float(getattr(self.module, self.amplitude_name, 1.0))
         return known[self.name]
 
-    def base(self) -> float:
+    def changed(self, positions: attn.Positions) -> Tensor:
         given = getattr(getattr(self.module, "config", None), "rope_parameters", None) or {}
         given = given.get(self.layers, given) if self.layers else given
-        return float(given.get("rope_theta") or 10000.0)
-
-    def changed(self, positions: attn.Positions) -> Tensor:
-        own = self.own()[0].double()
-        return positions.changed(own, self.base() if positions.base is None else positions.base)
+        base = float(given.get("rope_theta") or 10000.0) if positions.base is None else positions.base
+        return positions.changed(self.own()[0].double(), base)
 
     def put(self, w: Tensor, amplitude: float) -> None:
         if hasattr(self.module, self.amplitude_name):
@@ -139,9 +136,6 @@ class _Rotary:
             )
         with torch.no_grad():
             getattr(self.module, self.name).copy_(w)
-
-    def write(self, positions: attn.Positions) -> None:
-        self.put(self.changed(positions), self.own()[1] * positions.amplitude)
 
     def pairs(self, x: Tensor) -> bool:
         """Whether neighbours are paired, by the layout of the cosines it gives; False for halves."""
@@ -171,37 +165,40 @@ def _as_trained(model: nn.Module, found: list[_Rotary]) -> None:
 # ---- clipped distances -----------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def _clip(model: nn.Module, found: list[_Rotary], positions: attn.Positions) -> None:
     """The model rotates nothing, its attention everything; compared first with the model's own positions."""
     x = next(p for p in model.parameters() if p.is_floating_point())
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), called_by() as layers:
+        with called_by() as layers:
             before = _probe(model)
-        rope = {}
+        rope = {}  # as trained, and clipped
         for rotary in found:
             w, amplitude = rotary.own()
-            rope[rotary.layers] = rotary, RopeFrequencies(w.double(), amplitude, None, rotary.pairs(x.detach()))
+            own = RopeFrequencies(w.double(), amplitude, None, rotary.pairs(x))
+            rope[rotary.layers] = (
+                own,
+                dataclasses.replace(
+                    own,
+                    w=rotary.changed(positions),
+                    amplitude=amplitude * positions.amplitude,
+                    reach=positions.furthest,
+                ),
+            )
             rotary.put(torch.zeros_like(w), 1.0)
-        for layer in layers:
-            layer.__dict__[ROPE] = _of_layer(layer, rope)[1]
-        with torch.no_grad():
-            after = _probe(model)
-        difference = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
-        if not difference < _CLOSE * (1 if before.dtype in (torch.float32, torch.float64) else 50):
+        chosen = [_of_layer(layer, rope) for layer in layers]
+        for layer, (own, _) in zip(layers, chosen, strict=True):
+            layer.__dict__[ROPE] = own
+        difference = float((_probe(model) - before).abs().max() / before.abs().max().clamp(min=1e-30))
+        if not difference < _CLOSE:
             raise ValueRangeError(
                 f"{type(model).__name__} rotates its queries and keys in a way that partita's attention does not know "
                 f"(results differ by {difference:.2g}), so its distances cannot be clipped."
             )
-        for layer in layers:
-            rotary, own = _of_layer(layer, rope)
-            layer.__dict__[ROPE] = dataclasses.replace(
-                own,
-                w=rotary.changed(positions),
-                amplitude=own.amplitude * positions.amplitude,
-                reach=positions.furthest,
-            )
+        for layer, (_, clipped) in zip(layers, chosen, strict=True):
+            layer.__dict__[ROPE] = clipped
     except Exception:
         _as_trained(model, found)
         raise
@@ -209,8 +206,8 @@ def _clip(model: nn.Module, found: list[_Rotary], positions: attn.Positions) -> 
         model.train(training)
 
 
-def _of_layer(layer: nn.Module, rope: Mapping[str, tuple[_Rotary, RopeFrequencies]]) -> tuple[_Rotary, RopeFrequencies]:
-    """The rotary module of an attention module: by its type, if the model has several."""
+def _of_layer(layer: nn.Module, rope: Mapping[str, Any]) -> Any:
+    """What belongs to an attention module: by its type, if the model has rotary modules for several."""
     if len(rope) == 1:
         return next(iter(rope.values()))
     kind = getattr(layer, "layer_type", None) or getattr(layer, "attention_type", None)

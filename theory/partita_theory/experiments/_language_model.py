@@ -88,20 +88,19 @@ def draw(blocks: Tensor, n: int, count: int, task: str, source: torch.Generator)
 class Model(nn.Module):
     """Rotary positions, norms first, and an embedding that is the classifier too."""
 
-    def __init__(self, plan: Plan, policy: float | scale.Policy | None) -> None:
+    def __init__(self, plan: Plan, policy: Any) -> None:
         super().__init__()
         self.causal = plan.task == "next"
         self.embed = nn.Embedding(plan.words, plan.width)
         nn.init.normal_(self.embed.weight, std=plan.width**-0.5)
-        layers = [
-            TransformerEncoderLayer(
-                plan.width, plan.heads, 4 * plan.width, 0.0, "gelu",
-                batch_first=True, norm_first=True, scale=policy, rotary=True,
-            )
-            for _ in range(plan.layers)
-        ]  # fmt: skip
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(self.layer(plan, policy) for _ in range(plan.layers))
         self.norm = nn.LayerNorm(plan.width)
+
+    def layer(self, plan: Plan, policy: Any) -> nn.Module:
+        return TransformerEncoderLayer(
+            plan.width, plan.heads, 4 * plan.width, 0.0, "gelu",
+            batch_first=True, norm_first=True, scale=policy, rotary=True,
+        )  # fmt: skip
 
     def forward(self, ids: Tensor, support: Support | None = None) -> Tensor:
         """Hidden states; the classifier is `embed.weight`."""

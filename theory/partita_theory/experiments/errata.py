@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from partita_theory import errata
-from partita_theory.experiment import Settings, Size, experiment, grid
+from partita_theory.experiment import Size, experiment, grid
 from partita_theory.figure import Line, Panel
 from partita_theory.results import Row, theory
 from partita_theory.verdict import Verdict, settle
@@ -73,7 +73,7 @@ Each row is one quantity three times: by the printed formula, by the right one, 
 enumeration, or simulation with a fixed seed). `partita_theory.errata` holds them, `partita study run errata`
 recomputes them ([studies](studies.md)), and this page is written by
 
-    python -m partita_theory.experiments.errata docs/reference/errata.md
+    python -m partita_theory.experiments.errata theory/docs/reference/errata.md
 
 The statements (M-...) are those of [this list](statements.md).
 """
@@ -110,18 +110,14 @@ def _cell(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").replace("_", "\\_")
 
 
-def _settings(every: int) -> list[Settings]:
-    return [*grid(document=DOCUMENTS, every=every)]
-
-
 EXPERIMENT = experiment(
     __name__,
     question="Which printed formulas does a measurement contradict?",
     expected="In every row the right formula agrees with the measurement and the printed one does not.",
     ids=tuple(dict.fromkeys(row.spec for row in errata.ROWS)),
-    tiny=Size(_settings(9), seeds=1, seconds=0.2),
-    quick=Size(_settings(1), seeds=1, seconds=1.0),
-    full=Size(_settings(1), seeds=1, seconds=1.0),
+    tiny=Size(grid(document=DOCUMENTS, every=9), seeds=1, seconds=0.2),
+    quick=Size(grid(document=DOCUMENTS, every=1), seeds=1, seconds=1.0),
+    full=Size(grid(document=DOCUMENTS, every=1), seeds=1, seconds=1.0),
     note=lambda rows: f"{len(rows)} rows; printed formulas that give no number are left out",
 )
 
@@ -129,5 +125,5 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    found = [row for settings in _settings(1) for row in EXPERIMENT.run(settings, 0)]
+    found = [row for cell in EXPERIMENT.cells("full") for row in EXPERIMENT.run(cell.settings, cell.seed)]
     Path(sys.argv[1]).write_text(errata_table(found), encoding="utf-8")

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from partita import scale
-from partita_theory.experiment import Size, experiment, grid
+from partita_theory.experiment import Size, experiment, geometric, grid
 from partita_theory.experiments._language_model import LARGE, TEXT, TINY, Model, Plan, measured_sigma, read_at, train
 from partita_theory.figure import Line, Panel
 from partita_theory.results import Row, distinct, lines, mean_by, only, paired, said, slope_by_seed
@@ -74,13 +74,12 @@ def measure(seed: int, policy: str, longest: int, tokens: int, **shape: Any) -> 
     for label, fraction in FRACTIONS.items():  # the mean of the tenth of all steps that ends there
         window = losses[: max(1, round(fraction * plan.steps))][-tenth:]
         speed[label] = sum(window) / len(window)
-    sigma, n = measured_sigma(model, plan), TRAINED
-    while n <= longest:
+    sigma = measured_sigma(model, plan)
+    for n in geometric(TRAINED, longest, 2):
         row: Row = {"n": n, **read_at(model, plan, n, tokens), **speed, "sigma": sigma}
         if plan.task == "masked" and n in PUBLISHED.get(policy, {}):
             row["published"] = PUBLISHED[policy][n]
         yield row
-        n *= 2
 
 
 def judge(rows: list[Row]) -> Verdict:

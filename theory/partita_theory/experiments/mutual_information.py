@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from partita.contrastive import info_nce_loss
-from partita_theory.experiment import Size, experiment
+from partita_theory.experiment import Size, experiment, geometric
 from partita_theory.experiments._training import descend
 from partita_theory.figure import Panel
 from partita_theory.information import gaussian_information, mutual_information_bound
@@ -34,9 +35,9 @@ class Critic(torch.nn.Module):
         start = torch.diag(torch.tensor([0.5] * dim + [0.1] * dim + [1.0]))
         self.query, self.key = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, **options: Any) -> Tensor:
         q, k = (torch.cat([z, z.square(), torch.ones(len(z), 1)], -1) for z in (x, y))
-        return torch.as_tensor(info_nce_loss(q @ self.query, k @ self.key, temperature=1.0, normalize=False))
+        return torch.as_tensor(info_nce_loss(q @ self.query, k @ self.key, temperature=1.0, normalize=False, **options))
 
 
 def draw(n: int, dim: int, correlation: float, source: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -55,8 +56,7 @@ def measure(
         return found
 
     list(descend(torch.optim.Adam(critic.parameters()), steps, loss, lambda step: 0.03 * (1 - step / steps)))
-    n = 64
-    while n <= largest:
+    for n in geometric(64, largest, 2 if dense else 4):
         # Rows of one batch share their candidates, so that batches, not rows, are independent.
         count = max(batches, rows // n)
         with torch.no_grad():
@@ -69,7 +69,6 @@ def measure(
             "bound": bound.value.item(),
             "error": losses.std().item() / math.sqrt(count),
         }
-        n *= 2 if dense else 4
 
 
 def judge(rows: list[Row]) -> Verdict:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from partita import Gibbs, support
 from partita.attn import ALiBi, RelativeBias, alibi_slopes, rotary, sinusoidal
-from partita_theory.experiment import Size, experiment, grid
+from partita_theory.experiment import Size, experiment, geometric, grid
 from partita_theory.figure import Panel
 from partita_theory.results import Row, distinct, lines, only, paired, series, slope_by_seed, theory
 from partita_theory.verdict import Verdict, settle
@@ -32,8 +32,7 @@ def measure(seed: int, content: str, longest: int) -> Iterable[Row]:
     weight = torch.randn(2, HEADS, MODEL, DIM, generator=source) / math.sqrt(MODEL)
     table = torch.randn(HEADS, 2 * REACH + 1, generator=source)
     common = torch.randn(HEADS, 1, DIM, generator=source) * (1.0 if content == "shared" else 0.0)
-    n = 64
-    while n <= longest:
+    for n in geometric(64, longest):
         for encoding in ENCODINGS:
             law = _law(encoding, words[:n], weight, common, table)
             where = torch.arange(n, dtype=torch.float32)
@@ -47,7 +46,6 @@ def measure(seed: int, content: str, longest: int) -> Iterable[Row]:
                 "distance": float(distance.mean()),
                 "predicted": float(alibi_entropy(alibi_slopes(HEADS).double()).mean()),
             }
-        n *= 4
 
 
 def _law(encoding: str, words: Tensor, weight: Tensor, common: Tensor, table: Tensor) -> Gibbs:

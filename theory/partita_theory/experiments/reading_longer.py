@@ -29,7 +29,7 @@ from partita import scale, support
 from partita.attn import NTK, Clipped, NoPositions, Positions, Rotary, YaRN, rotary_attention
 from partita.losses import LossStats, linear_cross_entropy
 from partita.nn import TransformerEncoderLayer
-from partita_theory.experiment import Settings, Size, experiment, grid
+from partita_theory.experiment import Settings, Size, experiment, geometric, grid
 from partita_theory.experiments._language_model import (
     HIDE,
     LARGE,
@@ -156,7 +156,7 @@ def measure(
 
 def readings(scales: str, policy: str, positions: str, longest: int, known: list[str]) -> Iterator[tuple[str, int]]:
     """Which scales are read at which lengths in one cell."""
-    lengths = list(_lengths(longest))
+    lengths = geometric(TRAINED, longest, 2)
     if scales == "own":  # a model trained on several lengths is read as it was trained
         yield from ((policy, n) for n in lengths)
     elif scales == "two":
@@ -165,13 +165,6 @@ def readings(scales: str, policy: str, positions: str, longest: int, known: list
         far = [n for n in lengths if n >= FAR and positions in CROSSED] or lengths[-1:]
         for way in (w for w in known if w not in (USUAL, LOG)):
             yield from ((way, n) for n in (far if way in POLICIES else lengths[-1:]))
-
-
-def _lengths(longest: int) -> Iterator[int]:
-    n = TRAINED
-    while n <= longest:
-        yield n
-        n *= 2
 
 
 def gain(rows: list[Row], positions: str, n: int, way: str = LOG) -> dict[int, float]:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import partita
 from partita import scale
-from partita_theory.experiment import Settings, Size, experiment, grid
+from partita_theory.experiment import Size, experiment, geometric, grid
 from partita_theory.experiments._training import descend
 from partita_theory.figure import Panel
 from partita_theory.results import Row, distinct, lines, mean_by, only, paired, said
@@ -79,8 +79,7 @@ def policies() -> dict[str, scale.Policy | None]:
 def measure(seed: int, noise: float, longest: int, rows: int, dim: int, values: int, **plan: Any) -> Iterable[Row]:
     with torch.enable_grad():
         model = trained(dim, values, noise, seed=seed, **plan)
-    n = TRAINED
-    while n <= longest:
+    for n in geometric(TRAINED, longest):
         for way, policy in policies().items():
             source = torch.Generator().manual_seed(1_000_003 * seed + n)  # every way is asked the same
             nll = right = 0.0
@@ -90,7 +89,6 @@ def measure(seed: int, noise: float, longest: int, rows: int, dim: int, values: 
                 nll += cross_entropy(logits, answer).item()
                 right += (logits.argmax(-1) == answer).float().mean().item()
             yield {"scale": way, "n": n, "nll": nll / rows, "accuracy": 100 * right / rows}
-        n *= 4
 
 
 def judge(rows: list[Row]) -> Verdict:
@@ -125,17 +123,15 @@ def panels(rows: list[Row]) -> list[Panel]:
     return found
 
 
-def _settings(noise: list[float], dim: int, values: int, longest: int, **sizes: int) -> list[Settings]:
-    return [*grid(noise=noise, dim=dim, values=values, longest=longest, **sizes)]
-
-
 EXPERIMENT = experiment(
     __name__,
     question="Recall trained at 64 pairs and read at up to 4096: does a log n scale win back what dilution takes?",
     expected="Accuracy falls with n under 1/sqrt(d); beyond 64 pairs LogLength loses less in nats at every n, seed by "
     "seed.",
     ids=("M-SCL-0", "M-SCL-1", "M-SCL-7", "M-SCL-14"),
-    tiny=Size(_settings([0.5], 8, 4, 256, steps=20, batch=16, rows=1), seeds=2, seconds=0.2),
-    quick=Size(_settings([0.5], 16, 8, 4096, steps=300, batch=32, rows=2), seeds=3, seconds=4.0),
-    full=Size(_settings([0.3, 0.7], 32, 16, 4096, steps=3000, batch=64, rows=16), seeds=8, seconds=30.0),
+    tiny=Size(grid(noise=0.5, dim=8, values=4, longest=256, steps=20, batch=16, rows=1), seeds=2, seconds=0.2),
+    quick=Size(grid(noise=0.5, dim=16, values=8, longest=4096, steps=300, batch=32, rows=2), seeds=3, seconds=4.0),
+    full=Size(
+        grid(noise=[0.3, 0.7], dim=32, values=16, longest=4096, steps=3000, batch=64, rows=16), seeds=8, seconds=30.0
+    ),
 )

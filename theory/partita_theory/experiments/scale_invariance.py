@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import partita
 from partita import attn, scale
 from partita.losses import LossStats, linear_cross_entropy
-from partita_theory.experiment import Settings, Size, experiment, grid
-from partita_theory.experiments._language_model import LARGE, RARE, SMALL, TEXT, TINY, Plan, corpus, train
+from partita_theory.experiment import Size, experiment, geometric, grid
+from partita_theory.experiments._language_model import LARGE, RARE, SMALL, TEXT, TINY, Model, Plan, corpus, train
 from partita_theory.figure import Panel
 from partita_theory.results import Row, distinct, lines, mean_by, only, paired, said
 from partita_theory.verdict import Verdict, settle
@@ -47,7 +47,7 @@ class Block(nn.Module):
         self.positions = attn.Rotary() if kind.startswith("rotary") else attn.PartialRotary(0.5)
         self.scale = scale.LogLength(TRAINED) if kind == "rotary, log n" else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **_: object) -> Tensor:  # always causal, sees all of the past
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
         q, k = self.positions.turn(q), self.positions.turn(k)
         if self.kind == "invariant":
@@ -59,29 +59,21 @@ class Block(nn.Module):
         return out
 
 
-class Model(nn.Module):
-    def __init__(self, plan: Plan, kind: str) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(plan.words, plan.width)
-        nn.init.normal_(self.embed.weight, std=plan.width**-0.5)
-        self.blocks = nn.Sequential(*(Block(plan, kind) for _ in range(plan.layers)))
-        self.norm = nn.LayerNorm(plan.width)
+class Blocks(Model):
+    """The language model of the other studies, of such layers."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Hidden states; the classifier is `embed.weight`."""
-        out: Tensor = self.norm(self.blocks(self.embed(ids)))
-        return out
+    def layer(self, plan: Plan, policy: str) -> nn.Module:
+        return Block(plan, policy)
 
 
 def measure(seed: int, kind: str, longest: int, passages: int, **shape: Any) -> Iterable[Row]:
     plan = Plan(task="next", length=TRAINED, **shape)
-    model = train(plan, kind, seed, make=Model)[0]
+    model = train(plan, kind, seed, make=Blocks)[0]
     blocks = corpus(plan.text, plan.words)[1]
     starts = range(0, blocks.shape[1] - longest, SPAN)
     every = torch.stack([b[s : s + longest + 1] for s in starts for b in blocks])[:passages]
     truth = every[:, -SPAN:].masked_fill(every[:, -SPAN:] == RARE, -100)
-    n = TRAINED
-    while n <= longest:
+    for n in geometric(TRAINED, longest):
         found = []
         step = max(1, 8192 // n)
         for k in range(0, len(every), step):
@@ -92,7 +84,6 @@ def measure(seed: int, kind: str, longest: int, passages: int, **shape: Any) -> 
             found.append(stats.nll[truth[k : k + step] >= 0])
         nll = torch.cat(found)
         yield {"n": n, "nll": nll.mean().item(), "targets": len(nll)}
-        n *= 4
 
 
 def judge(rows: list[Row]) -> Verdict:
@@ -114,17 +105,13 @@ def panels(rows: list[Row]) -> list[Panel]:
     return [Panel("Next word", "words read", "nats", lines(rows, "n", "nll", "kind", KINDS), log_x=True)]
 
 
-def _settings(longest: int, passages: int, **shape: Any) -> list[Settings]:
-    return [*grid(kind=KINDS, **shape, longest=longest, passages=passages)]
-
-
 EXPERIMENT = experiment(
     __name__,
     question="Trained at 64 words and read at 1024: does scale-invariant attention hold where rotary does not?",
     expected="At 16 times the length it loses less than rotary positions with either scale, seed by seed, and costs "
     "under 0.05 nats at the length of training.",
     ids=("M-SCL-0", "M-SCL-7", "M-ATT-9"),
-    tiny=Size(_settings(256, 4, text="reference", steps=3, **TINY), seeds=2, seconds=0.2),
-    quick=Size(_settings(256, 8, text=TEXT, steps=60, **SMALL), seeds=2, seconds=4.0),
-    full=Size(_settings(1024, 320, text=TEXT, steps=1500, **LARGE), seeds=5, seconds=75.0),
+    tiny=Size(grid(kind=KINDS, text="reference", steps=3, **TINY, longest=256, passages=4), seeds=2, seconds=0.2),
+    quick=Size(grid(kind=KINDS, text=TEXT, steps=60, **SMALL, longest=256, passages=8), seeds=2, seconds=4.0),
+    full=Size(grid(kind=KINDS, text=TEXT, steps=1500, **LARGE, longest=1024, passages=320), seeds=5, seconds=75.0),
 )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from partita import Gibbs, scale
-from partita_theory.experiment import Settings, Size, experiment, grid
+from partita_theory.experiment import Settings, Size, experiment, geometric, grid
 from partita_theory.experiments._encoder import HEADS, NEEDS, POSITIONS, heads_of, tokens
 from partita_theory.figure import Panel
 from partita_theory.results import Row, distinct, lines, mean_by, only, slope, slope_by_seed, theory
@@ -76,8 +76,7 @@ def vectors(scores: str, longest: int, seed: int) -> tuple[Tensor, Tensor]:  # (
 def measure(seed: int, scores: str, longest: int) -> Iterable[Row]:
     query, key = vectors(scores, longest, seed)
     sigma = scale.measure_sigma(query, key[:, : min(longest, 1024)])
-    n = 16
-    while n <= longest:
+    for n in geometric(16, longest):
         for name, policy in policies(sigma).items():
             law = Gibbs(query, key[:, :n], scale=policy)
             entropy, used = law.entropy().double(), float(torch.as_tensor(law.scale).double().mean())
@@ -91,7 +90,6 @@ def measure(seed: int, scores: str, longest: int) -> Iterable[Row]:
                 "scale": used,
                 "sharpness": used * sigma,
             }
-        n *= 4
 
 
 def judge(rows: list[Row]) -> Verdict:

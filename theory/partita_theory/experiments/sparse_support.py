@@ -9,7 +9,7 @@ import torch
 
 from partita import Gibbs, support
 from partita.attn.variants import top_k_attention
-from partita_theory.experiment import Size, experiment, grid
+from partita_theory.experiment import Size, experiment, geometric, grid
 from partita_theory.figure import Panel
 from partita_theory.results import Row, columns, distinct, lines, mean_by, only, said, theory
 from partita_theory.selection import top_k_loss
@@ -28,8 +28,7 @@ def measure(seed: int, n: int, sharpness: float) -> Iterable[Row]:
     full = Gibbs(query, key, scale=scale)
     whole, log_z, entropy = full.expectation(value), full.log_partition(), full.entropy()
     diameter = float(torch.cdist(value, value).max())
-    k = 4
-    while k <= n // 4:
+    for k in geometric(4, n // 4):
         for pattern in PATTERNS:
             if pattern == "best":
                 kept = top_k_attention(query, key, value, k, scale=scale)
@@ -52,7 +51,6 @@ def measure(seed: int, n: int, sharpness: float) -> Iterable[Row]:
                 "over_ceiling": int((narrow > seen.log() + SLACK).sum()),
                 "over_bound": int((change > bound + SLACK).sum()),
             }
-        k *= 4
 
 
 def _support(pattern: str, n: int, k: int, source: torch.Generator) -> support.Support:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import partita
 from partita import scale
 from partita.score import LogSigmoid
-from partita_theory.experiment import Size, experiment, grid
+from partita_theory.experiment import Size, experiment, geometric, grid
 from partita_theory.experiments._training import descend, warm
 from partita_theory.figure import Panel
 from partita_theory.results import Row, lines, mean_by, only, paired, slope_by_seed
@@ -93,13 +93,11 @@ def measure(seed: int, task: str, longest: int, steps: int, batch: int, rows: in
     for way in WAYS:
         model = trained(task, STARTS.get(way), seed, steps, batch)
         model.policy = scale.LogLength(TRAINED) if way == LOG else None
-        n = TRAINED
-        while n <= longest:
+        for n in geometric(TRAINED, longest):
             tokens, values, answer = rows_of(task, n, rows, torch.Generator().manual_seed(1_000_003 * seed + n))
             with torch.no_grad():
                 error = (model(tokens, values) - answer).square().mean().item()
             yield {"task": task, "way": way, "n": n, "error": error, "rivals": rivals(model, tokens, values)}
-            n *= 4
 
 
 def judge(rows: list[Row]) -> Verdict:

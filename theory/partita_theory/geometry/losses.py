@@ -16,35 +16,6 @@ from partita_theory._domain import Number, above_zero, number, require
 from partita_theory.information.shannon import entropy_of, kl
 from partita_theory.law import softmax_jacobian, softmax_vjp
 
-__all__ = [
-    "ClassifierGradients",
-    "cross_entropy_decomposition",
-    "cross_entropy_gradients",
-    "cross_entropy_hessian_logits",
-    "cross_entropy_hessian_weights",
-    "cross_entropy_hvp",
-    "soft_cross_entropy",
-    "RegressionGradients",
-    "sigmoid_squared_error_curvature",
-    "sigmoid_squared_error_gradient",
-    "softmax_squared_error_gradient",
-    "softmax_squared_error_hessian",
-    "squared_error_gradients",
-    "squared_error_hessian",
-    "Curvature",
-    "curvature_summary",
-    "gradient_attenuation",
-    "sigmoid_gradients",
-    "Smoothing",
-    "focal_gradient",
-    "gaussian_nll",
-    "hinge_mass",
-    "label_smoothing_parts",
-    "laplace_nll",
-    "smoothing_floor",
-    "weighted_cross_entropy_gradient",
-]
-
 
 class ClassifierGradients(NamedTuple):
     """Gradients of the mean cross entropy of logits = inputs @ weight.T + bias."""

@@ -11,44 +11,8 @@ import torch
 from torch import Tensor
 
 from partita_theory._domain import Number, number, require, require_shape
-from partita_theory.information.shannon import entropy_of, kl, score_cumulants
-from partita_theory.law import gibbs_law, softmax_jacobian, softmax_vjp
-
-__all__ = [
-    "absolute_error",
-    "cross_entropy_profile",
-    "is_distribution",
-    "loss_surface",
-    "simplex_grid",
-    "simplex_projection",
-    "squared_error_profile",
-    "tangent_projection",
-    "triangle_coordinates",
-    "JacobianNorms",
-    "jacobian_norms",
-    "jacobian_trace",
-    "softmax_jacobian",
-    "softmax_vjp",
-    "subset_norm",
-    "fisher_rao_distance",
-    "gibbs_kl",
-    "jensen_shannon",
-    "kl",
-    "kl_scale_expansion",
-    "total_variation",
-    "entropy_differential",
-    "entropy_fisher_gradient",
-    "entropy_tangent_gradient",
-    "fisher_free",
-    "fisher_homogeneous",
-    "fisher_logits",
-    "fisher_quadratic_form",
-    "temper",
-    "MaximumBounds",
-    "smooth_max",
-    "smooth_max_bounds",
-    "smooth_mean_max",
-]
+from partita_theory.information.shannon import entropy_of, score_cumulants
+from partita_theory.law import gibbs_law, softmax_jacobian
 
 
 def is_distribution(probs: Tensor, tolerance: float = 1e-6) -> Tensor:  # (..., n) -> (...) bool

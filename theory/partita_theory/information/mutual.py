@@ -12,38 +12,11 @@ import torch
 from torch import Tensor
 
 from partita.gibbs import Gibbs
-from partita.metrics import InformationBound, mutual_information_bound
+from partita.metrics import InformationBound as InformationBound
+from partita.metrics import mutual_information_bound as mutual_information_bound
 from partita_theory._domain import Number, above_zero, count, number, require, where
 from partita_theory.information.shannon import entropy, entropy_floor_of_width, entropy_gradient, entropy_of, kl
 from partita_theory.law import gibbs_law
-
-__all__ = [
-    "Budget",
-    "entropy_penalty_gradient",
-    "expected_init_entropy",
-    "information_budget",
-    "selectivity",
-    "sharpness_of_cosine",
-    "InformationBound",
-    "candidates_needed",
-    "gaussian_information",
-    "mutual_information_bound",
-    "optimal_gaussian_critic",
-    "token_information_gain",
-    "conditional_entropies",
-    "dual_total_correlation",
-    "marginals",
-    "mutual_information_sum",
-    "mutual_information_table",
-    "prefix_information",
-    "product_of_marginals",
-    "total_correlation",
-    "Bottleneck",
-    "attention_information",
-    "bottleneck_objective",
-    "bottleneck_step",
-    "solve_bottleneck",
-]
 
 
 class Budget(NamedTuple):

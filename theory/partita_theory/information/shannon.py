@@ -18,35 +18,6 @@ from partita_theory.law import gibbs_law, logits_of, one_hot_bound, softmax_vjp
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "Bounds",
-    "code_length",
-    "effective_sample_size",
-    "effective_width",
-    "entropy",
-    "entropy_bounds",
-    "entropy_lower_bound",
-    "entropy_of",
-    "kl_to_uniform",
-    "normalized_entropy",
-    "collision_log_mass",
-    "renyi_entropy",
-    "streaming_entropy",
-    "entropy_floor",
-    "entropy_floor_of_width",
-    "floor_gap",
-    "logit_width",
-    "max_weight",
-    "Cumulants",
-    "entropy_gradient",
-    "entropy_scale_curvature",
-    "entropy_scale_derivative",
-    "entropy_scale_slope",
-    "entropy_temperature_derivative",
-    "score_cumulants",
-    "weight_scale_derivative",
-]
-
 
 class Bounds(NamedTuple):
     """Two numbers between which a third one lies."""
@@ -217,7 +188,7 @@ def _in_base(nats: Tensor, base: float | None) -> Tensor:
     return nats / log(base)
 
 
-class Ingredients(TypedDict, total=False):
+class _Ingredients(TypedDict, total=False):
     """What makes a distribution besides query and key."""
 
     scale: Number
@@ -279,7 +250,7 @@ def collision_log_mass(
     return torch.where(log_z.isneginf(), -torch.inf, log_za - order * log_z)
 
 
-def renyi_entropy(query: Tensor, key: Tensor, *, order: float = 2.0, **ingredients: Unpack[Ingredients]) -> Tensor:
+def renyi_entropy(query: Tensor, key: Tensor, *, order: float = 2.0, **ingredients: Unpack[_Ingredients]) -> Tensor:
     """Renyi entropy of every row, streaming; exp of order 2 is the effective sample size.
 
         H_a = log sum_j p_j^a / (1 - a)        (M-ENT-4, M-SPE-4)

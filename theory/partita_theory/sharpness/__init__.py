@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from partita_theory._domain import public
 from partita_theory.sharpness import policies, transition
 from partita_theory.sharpness.policies import *
 from partita_theory.sharpness.transition import *
 
-__all__ = [*policies.__all__, *transition.__all__]
+__all__ = [*public(vars(policies)), *public(vars(transition), "critical_scale")]

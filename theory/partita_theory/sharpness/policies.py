@@ -14,39 +14,6 @@ from partita_theory.geometry.simplex import gibbs_kl
 from partita_theory.information.shannon import entropy, score_cumulants, weight_scale_derivative
 from partita_theory.sharpness.transition import condensed_index
 
-__all__ = [
-    "exponential_scale",
-    "growth_exponent",
-    "margin_entropy",
-    "margin_half_scale",
-    "margin_scale",
-    "spherical_scale",
-    "tied_entropy_floor",
-    "uniform_entropy",
-    "uniform_scale",
-    "bias_growth",
-    "calibrate_kappa",
-    "crossover_length",
-    "equivalent_kappa",
-    "head_sharpness",
-    "kappa_entropy",
-    "length_slope",
-    "reference_length_slope",
-    "row_score_variance",
-    "score_variance",
-    "stationary_length",
-    "ScaleRoot",
-    "controller_multiplier",
-    "controller_step",
-    "entropy_scale",
-    "entropy_scale_gradient",
-    "distillation_gradient",
-    "distillation_loss",
-    "effective_temperature",
-    "entropy_sweep",
-    "scale_of_temperature",
-]
-
 
 def margin_entropy(n: Number, gap: Number) -> Tensor:
     """Entropy when one key leads n - 1 equal ones by this much (scale included).

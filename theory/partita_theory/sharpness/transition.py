@@ -11,39 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partita.scale import critical_scale
+from partita.scale import critical_scale as critical_scale
 from partita_theory._domain import Number, bisect, count, not_negative, number, require, where
-
-__all__ = [
-    "condensation_sharpness",
-    "expected_maximum",
-    "gaussian_entropy",
-    "gaussian_log_partition",
-    "gaussian_mean_score",
-    "gaussian_sharpness",
-    "condensed_entropy",
-    "condensed_index",
-    "extreme_location",
-    "frozen_index",
-    "frozen_sharpness",
-    "Prediction",
-    "bernoulli_cumulant",
-    "gaussian_cumulant",
-    "laplace_cumulant",
-    "laplace_method_edge",
-    "laplace_method_interior",
-    "predicted_entropy",
-    "uniform_cumulant",
-    "critical_mass_bound",
-    "critical_scale",
-    "critical_scale_from_gaps",
-    "gaussian_critical_scale",
-    "needle_chance",
-    "needle_threshold",
-    "needle_weight",
-    "needle_weight_samples",
-    "needle_weight_typical",
-]
 
 
 def condensation_sharpness(n: Number) -> Tensor:

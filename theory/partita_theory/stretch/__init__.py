@@ -93,45 +93,36 @@ def _positions(question: Question) -> list[Positions]:
 
 
 def _scales(trained: int, critical: Policy | None) -> list[Policy]:
-    return [
-        *([] if critical is None else [critical]),
-        LogLength(trained, floor=trained),
-        SqrtLogLength(trained, floor=trained),
-        InverseSqrt(0.85),
-        InverseSqrt(1.15),
-        InverseSqrt(1.3),
-    ]
+    lengths = [LogLength(trained, floor=trained), SqrtLogLength(trained, floor=trained)]
+    return [*([] if critical is None else [critical]), *lengths, *map(InverseSqrt, (0.85, 1.15, 1.3))]
 
 
 def _search(
     reads: Reader, question: Question, cells: Cells, scales: list[Policy], say: Callable[[str], None]
 ) -> list[Setting]:
     """All positions as they are, then the best of them with every scale."""
-    first = [OWN, *(Setting(p) for p in (_positions(question) if reads.turns else []))]
-    total = len(first) + len(scales) * (_BEST if reads.turns else 1)
-    for k, setting in enumerate(first):
-        _run(reads, question, cells, setting, f"{k + 1}/{total}", say)
-    chosen = sorted(first, key=lambda s: _mean(cells, question, s))[:_BEST]
-    second = [Setting(s.positions, scale) for s in chosen for scale in scales]
-    for k, setting in enumerate(second):
-        _run(reads, question, cells, setting, f"{len(first) + k + 1}/{total}", say)
-    return [*first, *second]
+    tried = [OWN, *(Setting(p) for p in (_positions(question) if reads.turns else []))]
+    total = len(tried) + len(scales) * (_BEST if reads.turns else 1)
 
+    def run(k: int, setting: Setting) -> None:
+        for length in question.lengths:
+            if (setting.name, length) in cells.known:
+                continue
+            start = time.perf_counter()
+            reads.apply(setting)
+            losses = [loss for at in question.batches(length) for loss in reads.nll(*question.asked(at, length))]
+            cells.add(setting.name, length, losses)
+            took = time.perf_counter() - start
+            mean = sum(losses) / len(losses)
+            say(f"[{k}/{total}] {setting.name} at {length}: {mean:.4f} nats ({took:.1f} s)")
 
-def _run(
-    reads: Reader, question: Question, cells: Cells, setting: Setting, place: str, say: Callable[[str], None]
-) -> None:
-    for length in question.lengths:
-        if (setting.name, length) in cells.known:
-            continue
-        start = time.perf_counter()
-        reads.apply(setting)
-        losses = []
-        for at in question.batches(length):
-            losses += reads.nll(*question.asked(at, length))
-        cells.add(setting.name, length, losses)
-        took = time.perf_counter() - start
-        say(f"[{place}] {setting.name} at {length}: {sum(losses) / len(losses):.4f} nats ({took:.1f} s)")
+    for k, setting in enumerate(tried, 1):
+        run(k, setting)
+    chosen = sorted(tried, key=lambda s: _mean(cells, question, s))[:_BEST]
+    scaled = [Setting(s.positions, scale) for s in chosen for scale in scales]
+    for k, setting in enumerate(scaled, len(tried) + 1):
+        run(k, setting)
+    return tried + scaled
 
 
 def _mean(cells: Cells, question: Question, setting: Setting) -> float:

@@ -1,6 +1,6 @@
 """How large the tiles of a kernel are, and on how many warps they run.
 
-Chosen by what kernels need when they are compiled ahead of time (docs/gpu-resources.md has every number), without a
+Chosen by what kernels need when they are compiled ahead of time (every number: tests/triton/resources.json), without a
 device. The reasons, the most important first:
 
 - It must fit: no spill up to 128 features, and shared memory that the device has (MI300: 64 KiB).
