@@ -47,13 +47,11 @@ def fit_temperature(
     >>> fit_temperature(q, k, torch.tensor([0, 0, 1]))  # right in 2 of 3, so p = 2/3: 3 / log 2
     tensor(4.3281)
     """
-    _checks.check_float("query", query)
-    _checks.check_matrix("key", key)
     _checks.check_pair(query, key)
     _checks.check_index_dtype("target", target)
     _checks.check_device(("query", "target"), (query, target))
     _checks.check_whole("ignore_index", ignore_index)
-    if query.dim() < 2 or tuple(target.shape) != tuple(query.shape[:-1]):
+    if tuple(target.shape) != tuple(query.shape[:-1]):
         raise ShapeError(
             f"query must be (..., n, dim) and target (..., n); got {_checks.shape_text(query)} and "
             f"{_checks.shape_text(target)}."

@@ -61,10 +61,9 @@ def perplexity(nll: Tensor | LossStats) -> Tensor:
     >>> perplexity(torch.tensor([2.0, 8.0]).log())  # sqrt(2 * 8)
     tensor(4.)
     """
-    if not isinstance(nll, LossStats):
-        check_float("nll", nll)
     if isinstance(nll, LossStats):
         return _mean(nll.nll, nll.target_rank >= 0).exp()
+    check_float("nll", nll)
     return _mean(nll, torch.ones_like(nll, dtype=torch.bool)).exp()
 
 

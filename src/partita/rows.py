@@ -9,8 +9,10 @@ Everything here is a function of row vectors that the engine has already reduced
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +20,12 @@ from torch import Tensor
 
 from partita import _checks
 from partita.engine import State, Stats
-from partita.engine.state import divided, levels
+from partita.engine.state import divided
 from partita.engine.sums import Sums
-from partita.errors import ValueRangeError
 from partita.recompute import in_row_blocks
 
 __all__ = [
-    "ClassStats", "LossStats", "among_all_rows", "and_fields", "blank_ignored", "check_unit", "in_row_blocks",
-    "loss_stats", "probabilities", "reduce_rows", "sums_of",
+    "ClassStats", "LossStats", "Rows", "and_fields", "in_row_blocks", "loss_stats", "placed", "reduce_rows", "sums_of",
 ]  # fmt: skip
 
 
@@ -70,20 +70,46 @@ def loss_stats(sums: Sums) -> LossStats:
     return ClassStats(*known, sums.argmax)  # type: ignore[call-arg]
 
 
-def among_all_rows(stats: LossStats, kept: Tensor, shape: Sequence[int]) -> LossStats:
-    """Statistics of the kept rows put back among the ignored ones; `kept` are flat positions."""
-    total = torch.Size(shape).numel()
-    out = []
-    for name, rows in zip(stats._fields, stats, strict=True):
-        whole = rows.new_full((total,), _IGNORED.get(name, 0))
-        out.append(whole.index_put((kept,), rows).reshape(tuple(shape)))
-    return type(stats)(*out)
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a loss, in the caller's shape, and which of them count.
+
+    Ignored ones are left out before a pass, so that they cost nothing and cannot spoil anything. Where values cannot be
+    read (in a graph, under vmap, on a device) they go through, and are blank in the end.
+    """
+
+    shape: tuple[int, ...]
+    where: Tensor | None = None  # flat positions of the rows that are left; None: all are here
+    counts: Tensor | None = None  # of the caller's shape, False where a row is here and ignored; None: all count
+
+    @staticmethod
+    def of(counts: Tensor, *, fixed: bool = False) -> Rows:
+        """fixed: none can be left out."""
+        shape = tuple(counts.shape)
+        if not _checks.has_values(counts):
+            return Rows(shape, None, counts)
+        if bool(counts.all()):
+            return Rows(shape)
+        return Rows(shape, None, counts) if fixed else Rows(shape, counts.reshape(-1).nonzero()[:, 0])
+
+    def take(self, x: Tensor) -> Tensor:
+        """What was given for the rows, (*shape, ...), of those that are left, (n, ...)."""
+        flat = x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :])
+        return flat if self.where is None else flat.index_select(0, self.where)
+
+    def place(self, found: Tensor, blank: float = 0, tail: int = 0) -> Tensor:
+        """Results of the rows in the caller's shape, blank where ignored; `tail` dimensions follow the rows."""
+        lead, rest = found.shape[: found.dim() - tail], found.shape[found.dim() - tail :]
+        if self.where is not None:
+            found = found.new_full((math.prod(self.shape), *rest), blank).index_put((self.where,), found)
+        elif self.counts is not None:
+            found = found.masked_fill(~self.counts.reshape((*lead, *[1] * tail)), blank)
+        return found.reshape((*self.shape, *rest))
 
 
-def blank_ignored(stats: LossStats, kept: Tensor) -> LossStats:
-    """Statistics of rows that all went through the pass, of which `kept` are those that count."""
-    fields = zip(stats._fields, stats, strict=True)
-    return type(stats)(*(torch.where(kept, x, torch.full_like(x, _IGNORED.get(name, 0))) for name, x in fields))
+def placed(stats: LossStats, place: Callable[[Tensor, float], Tensor]) -> LossStats:
+    """Statistics through `Rows.place`, or a function like it."""
+    return type(stats)(*(place(x, _IGNORED.get(name, 0)) for name, x in zip(stats._fields, stats, strict=True)))
 
 
 def sums_of(scores: Tensor, target: Tensor) -> Sums:  # (..., n, K), (..., n)
@@ -97,11 +123,6 @@ def sums_of(scores: Tensor, target: Tensor) -> Sums:  # (..., n, K), (..., n)
     return Sums.of(State.of(scores), chosen[..., 0], rank)._replace(argmax=best)
 
 
-def probabilities(scores: Tensor) -> Tensor:  # (..., K)
-    """The distribution of explicit scores, dense as they are."""
-    return (scores - levels(scores)[..., None]).exp()
-
-
 def reduce_rows(rows: Tensor, reduction: _checks.Reduction, total: Tensor | None = None) -> Tensor:
     """torch's reduction of a loss per row; `total` replaces the number of rows, and nothing at all gives 0."""
     if reduction == "none":
@@ -111,16 +132,3 @@ def reduce_rows(rows: Tensor, reduction: _checks.Reduction, total: Tensor | None
     if total is None:
         return rows.sum() / max(rows.numel(), 1)
     return divided(rows.sum(), total)
-
-
-def check_unit(name: str, vectors: Tensor) -> None:
-    """Vectors of length 1, where a formula is only true for those."""
-    if not _checks.has_values(vectors) or vectors.numel() == 0:
-        return
-    length = torch.linalg.vector_norm(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)), dim=-1)
-    worst = float((length - 1).abs().max())
-    if not worst <= 16 * torch.finfo(vectors.dtype).eps ** 0.5:
-        raise ValueRangeError(
-            f"{name} must hold unit vectors; a length differs from 1 by {worst:.3g}. "
-            f"Normalise them (F.normalize), or pass normalize=True."
-        )

@@ -65,7 +65,8 @@ def listed(index=I[:, None], teacher_log_prob=H[:, :1], **options):
 
 COMPUTING = [
     "partita.gibbs.execute", "partita.collective.execute", "partita.comparison.rows_of",
-    "partita.losses.tokens.pair_scores", "partita.losses.tokens.likely_pairs",
+    "partita.losses.tokens.pair_scores", "partita.losses.vocabulary.pair_scores",
+    "partita.losses.vocabulary.likely_pairs",
 ]  # fmt: skip
 WRONG = {
     "id too large": (TargetError, "7", lambda: partita.token_stats(H, W, I + 7)),

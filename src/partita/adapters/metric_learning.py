@@ -15,6 +15,7 @@ from partita._checks import check_positive
 from partita._torch_function import overridable
 from partita.collective import ALONE
 from partita.contrastive import LabelStats, sort_by_label
+from partita.contrastive.candidates import Anchors
 from partita.contrastive.readout import label_stats
 from partita.contrastive.views import label_rows
 from partita.engine import State
@@ -192,8 +193,9 @@ class _Candidates:
         """Positives are all pairs of a label; negatives stream."""
         x, keys, scale, stats = self.x, self.keys, self.scale, None
         if once or self.return_stats:
-            given = x, labels, keys, key_labels, scale, ALONE.check_same("pair_loss", (len(x), len(keys)), {})
-            rows, count, stats = label_rows(*given, itself=self.itself, stats=self.return_stats, score=self.score)
+            anchors = Anchors(x, scale, ALONE.check_same("pair_loss", (len(x), len(keys)), {}), self.score)
+            reads = {"itself": self.itself, "stats": self.return_stats}
+            rows, count, stats = label_rows(anchors, labels, keys, key_labels, **reads)
             if once:
                 own = count.long().sum()
                 compared = _compared(own, len(x) * (len(keys) - self.itself) - own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from partita import support
 from partita._checks import check_positive
 from partita._torch_function import overridable
 from partita.contrastive import ContrastStats, joint_loss
-from partita.contrastive.candidates import Bank, PartialScore, merged, positive_score
+from partita.contrastive.candidates import Anchors, Bank, PartialScore
 from partita.contrastive.readout import readout
 from partita.engine import State, Stats
 from partita.errors import ShapeError, ValueRangeError
@@ -218,66 +219,50 @@ def ranking_loss(
     return_stats: also a `ContrastStats` of the queries among all documents, which takes passes of its own.
     """
     queries, *columns = (query, *docs) if others is None else map(torch.cat, zip((query, *docs), others, strict=True))
-    back = None if score is None else PartialScore(score, turned=True)  # queries stay the first argument
-    states = []
+    anchors, states = Anchors(query, scale, score=score), []
+    back = anchors.turned(docs[0])
     for direction in ("query_to_doc", *(name for name in directions if name != "query_to_doc")):
         if direction == "query_to_doc" and (hardness[0] is None or hardness[1] == 0.0):
-            state = Bank(torch.cat(columns), score=score).state(query, scale)
+            state = anchors.state([Bank(torch.cat(columns))])
         elif direction == "query_to_doc":
-            state = _hardness_weighted(query, docs, columns, scale, hardness, score)
+            state = _hardness_weighted(anchors, docs, columns, hardness)
         elif direction == "query_to_query":
-            state = Bank(queries, support.not_self(), score=score).state(query, scale)
+            state = anchors.state([Bank(queries, support.not_self())])
         elif direction == "doc_to_query":
-            state = Bank(queries, score=back).state(docs[0], scale)
+            state = back.state([Bank(queries)])
         else:  # documents of the row's own query are no negatives: one left out of each column
-            banks = [Bank(x, support.not_self(), score=back) for x in columns]
-            state = merged([bank.state(docs[0], scale) for bank in banks])
+            state = back.state([Bank(x, support.not_self()) for x in columns])
         states.append(state)
-    positive = positive_score(query, docs[0], scale, score)
+    positive = scale * anchors.positive(docs[0])
     if remember is not None:
         remember(states[0].stats())
     each = [joint_loss(positive, *states)] if joint else [joint_loss(positive, state) for state in states]
     loss = torch.stack(each).mean()
-    return (loss, _read(states[0], query, docs[0], columns, positive, scale, score)) if return_stats else loss
+    return (loss, _read(states[0], anchors, docs[0], columns, positive)) if return_stats else loss
 
 
 def _hardness_weighted(
-    query: Tensor,
-    own: Sequence[Tensor],
-    columns: Sequence[Tensor],
-    scale: float,
-    hardness: tuple[str | None, float],
-    score: Score | None,
+    anchors: Anchors, own: Sequence[Tensor], columns: Sequence[Tensor], hardness: tuple[str | None, float]
 ) -> State:
     """The row's positive as it is; its hard negatives and all other documents with or without a weight."""
 
-    def state(key: Tensor, seen: support.Support | None, weight: float) -> State:
-        if score is None:
-            return Bank(key, seen, weight).state(query, scale)
-        whole = scale + weight
-        return Bank(key, seen, score=PartialScore(score, share=scale / whole)).state(query, whole)
+    def weighted(weight: float) -> Anchors:
+        if anchors.score is None:
+            return replace(anchors, hardness=weight)
+        whole = anchors.scale + weight
+        return replace(anchors, scale=whole, score=PartialScore(anchors.score, share=float(anchors.scale / whole)))
 
     mode, strength = hardness
-    of_others, hard = (strength if mode in (name, "all_negatives") else 0.0 for name in _HARDNESS[:2])
-    states = [state(own[0][:, None], None, 0.0), *(state(x, support.not_self(), of_others) for x in columns)]
-    if len(own) > 1:
-        states.append(state(torch.stack(list(own[1:]), 1), None, hard))
-    return merged(states)
+    of_others, hard = (weighted(strength if mode in (name, "all_negatives") else 0.0) for name in _HARDNESS[:2])
+    whole = anchors.state([Bank(own[0][:, None])])
+    whole = whole.merge(of_others.state([Bank(x, support.not_self()) for x in columns]))
+    return whole.merge(hard.state([Bank(torch.stack(list(own[1:]), 1))])) if len(own) > 1 else whole
 
 
 @torch.no_grad()
-def _read(
-    whole: State,
-    query: Tensor,
-    doc: Tensor,
-    columns: Sequence[Tensor],
-    own: Tensor,
-    scale: float,
-    score: Score | None,
-) -> ContrastStats:
+def _read(whole: State, anchors: Anchors, doc: Tensor, columns: Sequence[Tensor], own: Tensor) -> ContrastStats:
     """The queries among all documents: those of others, and every column of negatives."""
-    banks = [Bank(columns[0], support.not_self(), score=score), *(Bank(column, score=score) for column in columns[1:])]
-    negatives = merged([bank.state(query, scale) for bank in banks])
-    positive = positive_score(query, doc, 1.0, score)
+    banks = [Bank(columns[0], support.not_self()), *(Bank(column) for column in columns[1:])]
+    negatives = anchors.state(banks)
     nll = -logsigmoid(own - negatives.log_partition())
-    return readout(whole, negatives, banks, None, nll, scale, query, doc, [positive], score)
+    return readout(anchors, doc, banks, whole, negatives, nll, [anchors.positive(doc)])

@@ -24,7 +24,7 @@ from partita.adapters._installed import Installed, put
 from partita.comparison import divergence as divergence_of
 from partita.errors import BackendError
 from partita.gibbs import Gibbs, sharper
-from partita.losses.tokens import collision, distribution
+from partita.losses.vocabulary import collision, distribution
 from partita.precision import accumulation_dtype, autocasts, no_autocast
 from partita.recompute import in_row_blocks
 

@@ -2,7 +2,8 @@
 
     p(j|i) over the union of all banks        state of the union = merge(state of each bank)        (M-GIB-9)
 
-A bank is keys of a side, and which of them a row may see. Its positive is kept separate: it is one score per row.
+Anchors are the rows, a bank is keys of a side, and which of them a row may see. The positive is kept separate: it is
+one score per row.
 What is no negative is left out
 
     by label    keys sorted by label: a row's own label is one interval, everything else two; O(n) numbers, no mask
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,8 @@ from partita.score import Score
 from partita.support import Support
 
 __all__ = [
-    "AbovePositive", "Bank", "Exclusion", "Guide", "InUse", "OtherLabel", "PartialScore", "agree", "check_pairs",
-    "merged", "of_other_labels", "positive_score", "prepare", "resolve_scale", "sort_by_label",
+    "AbovePositive", "Anchors", "Bank", "Exclusion", "Guide", "InUse", "OtherLabel", "PartialScore", "agree",
+    "check_pairs", "of_other_labels", "paired_scores", "positive_score", "prepare", "resolve_scale", "sort_by_label",
 ]  # fmt: skip
 
 _LEAST = 1e-12  # the norm that a shorter vector is divided by
@@ -42,26 +43,50 @@ class Bank:
 
     key: Tensor  # (m, dim), or paired (n, m, dim)
     support: Support | None = None
-    hardness: float = 0.0
-    processes: Collective = ALONE  # whose keys they are, where they are not paired
     kind: int = 0  # whose sizes these keys have
     view: View | None = None  # in place of a support
     used: Tensor | None = None  # (m,) of slots that may hold no key: which do; the others are zeros
-    score: Score | None = None  # instead of the inner product; no hardness, and for a process alone
 
-    def state(self, query: Tensor, scale: float | Tensor, statistics: bool = True) -> State:
-        """Sums over the keys each row may see."""
-        rows, key, scale = _hardness_weighted(query, self.key, scale, self.hardness)
+
+@dataclass(frozen=True, eq=False)
+class Anchors:
+    """Rows that look for their positive, and how they are compared with keys."""
+
+    query: Tensor  # (n, dim)
+    scale: float | Tensor
+    processes: Collective = ALONE  # whose keys a bank has, where they are not paired
+    score: Score | None = None  # instead of the inner product; no hardness, and for a process alone
+    hardness: float = 0.0
+
+    def turned(self, key: Tensor) -> Anchors:
+        """Keys that look for their query, which stays the first argument of a score."""
+        return replace(self, query=key, score=None if self.score is None else PartialScore(self.score, turned=True))
+
+    def positive(self, key: Tensor) -> Tensor:  # (n,)
+        """The score of each row with its own key, before the scale."""
+        return positive_score(self.query, key, self.score)
+
+    def state(self, banks: Iterable[Bank], statistics: bool = True) -> State:
+        """Sums over the keys that each row may see, of all banks."""
+        return functools.reduce(State.merge, (self._sums(bank, statistics) for bank in banks))
+
+    def _sums(self, bank: Bank, statistics: bool) -> State:
+        rows, key, scale = self.query, bank.key, self.scale
+        if self.hardness:
+            # The second term of scale * s + hardness * s has no gradient: a weight exp(hardness * s) on each key. The
+            # value is that of a larger scale; both factors let only the first term's share of the gradient by.
+            share = scale.detach() if isinstance(scale, Tensor) else scale
+            share = float(share) if not isinstance(share, Tensor) or share.is_cpu else share
+            share = share / (share + self.hardness)
+            rows, key = (x.detach() + share * (x - x.detach()) for x in (rows, key))
+            scale = scale + self.hardness
         if key.dim() == 2:
             return self.processes.sums(
-                rows, key, scale, support=self.support, view=self.view, kind=self.kind, statistics=statistics,
+                rows, key, scale, support=bank.support, view=bank.view, kind=bank.kind, statistics=statistics,
                 score=self.score,
             ).state  # fmt: skip
         # one score per given negative: smaller than the negatives themselves
-        if self.score is None:
-            scores = (rows[:, None, :] * key).sum(-1)
-        else:
-            scores = torch.stack([positive_score(rows, one, 1.0, self.score) for one in key.unbind(1)], 1)
+        scores = paired_scores(rows, key, self.score)
         factor = scale[..., None] if isinstance(scale, Tensor) and scale.dim() else scale
         return State.of(factor * scores.to(torch.promote_types(scores.dtype, torch.float32)))
 
@@ -79,16 +104,9 @@ class PartialScore(nn.Module):
 
 
 def of_other_labels(
-    key: Tensor,
-    labels: Tensor,
-    key_labels: Tensor,
-    hardness: float,
-    processes: Collective,
-    kind: int,
-    used: Tensor | None = None,
-    score: Score | None = None,
+    key: Tensor, labels: Tensor, key_labels: Tensor, processes: Collective, kind: int, used: Tensor | None = None
 ) -> Bank:
-    """Keys whose label is not the row's, sorted by label; `used` and `score` as in `Bank`."""
+    """Keys whose label is not the row's, sorted by label; `used` as in `Bank`."""
     order = key_labels.sort(stable=True)[1]
     shown = None if used is None else used[order]
     ordered = [known.sort(stable=True)[0] for known in processes.gather_rows(key_labels.long(), kind)]
@@ -97,12 +115,7 @@ def of_other_labels(
         seen: Support = OtherLabel.of(labels.long(), ordered[source])
         return [(slice(0, n), 0, seen if shown is None else seen & InUse(shown))]
 
-    return Bank(key[order], None, hardness, processes=processes, kind=kind, view=view, used=shown, score=score)
-
-
-def merged(states: Iterable[State]) -> State:
-    """The state of the union."""
-    return functools.reduce(State.merge, states)
+    return Bank(key[order], None, kind, view, shown)
 
 
 def agree(
@@ -130,32 +143,22 @@ def agree(
     return processes.check_same(f"{call} {tuple(options)}", given, facts)
 
 
-def _hardness_weighted(
-    query: Tensor, key: Tensor, scale: float | Tensor, hardness: float
-) -> tuple[Tensor, Tensor, float | Tensor]:
-    """Scores scale * s + hardness * s, where the second term has no gradient: a weight exp(hardness * s) on each key.
-
-    The value is that of a larger scale; both factors of the product let only the first term's share of the gradient by.
-    """
-    if hardness == 0.0:
-        return query, key, scale
-    share = scale.detach() if isinstance(scale, Tensor) else scale
-    share = float(share) if not isinstance(share, Tensor) or share.is_cpu else share
-    share = share / (share + hardness)
-    # value x, gradient share * x
-    query = query.detach() + share * (query - query.detach())
-    key = key.detach() + share * (key - key.detach())
-    return query, key, scale + hardness
-
-
-def positive_score(query: Tensor, key: Tensor, scale: float | Tensor, score: Score | None = None) -> Tensor:  # (n,)
-    """scale * score(query_i, key_i), in the precision of the sums."""
+def positive_score(query: Tensor, key: Tensor, score: Score | None = None) -> Tensor:  # (n,)
+    """The score of each row with its own key, before the scale, in the precision of the sums."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    if score is not None:
-        pieces = zip(query.to(dtype).split(_SQUARE), key.to(dtype).split(_SQUARE), strict=True)
-        with no_autocast(query):
-            return scale * torch.cat([score(a, b).diagonal() for a, b in pieces])
-    return scale * (query.to(dtype) * key.to(dtype)).sum(-1)
+    query, key = query.to(dtype), key.to(dtype)
+    if score is None:
+        return (query * key).sum(-1)
+    with no_autocast(query):
+        pieces = zip(query.split(_SQUARE), key.split(_SQUARE), strict=True)
+        return torch.cat([score(a, b).diagonal() for a, b in pieces])
+
+
+def paired_scores(query: Tensor, keys: Tensor, score: Score | None) -> Tensor:  # (n, m)
+    """The score of each row with keys of its own, (n, m, dim)."""
+    if score is None:
+        return (query[:, None, :] * keys).sum(-1)
+    return torch.stack([positive_score(query, one, score) for one in keys.unbind(1)], 1)
 
 
 def prepare(name: str, vectors: Tensor, normalize: bool) -> Tensor:
@@ -183,24 +186,20 @@ def resolve_scale(
     temperature: float | Tensor, log_temperature: Tensor | None, n: int, dtype: torch.dtype
 ) -> float | Tensor:
     """1 / temperature, checked; a tensor keeps its gradient."""
+    name, given = ("temperature", temperature) if log_temperature is None else ("log_temperature", log_temperature)
     if log_temperature is not None:
-        _checks.check_float("log_temperature", log_temperature)
-        if tuple(log_temperature.shape) not in ((), (1,), (n,)):
-            raise ShapeError(
-                f"log_temperature must be one number or one per row, shape ({n},); "
-                f"got {_checks.shape_text(log_temperature)}."
-            )
-        return (-log_temperature.to(torch.promote_types(dtype, torch.float32))).exp()
-    if not isinstance(temperature, Tensor):
-        _checks.check_positive("temperature", temperature)
-        return 1.0 / temperature
-    if temperature.dim() and tuple(temperature.shape) not in ((1,), (n,)):
-        raise ShapeError(
-            f"temperature must be one number or one per row, shape ({n},); got {_checks.shape_text(temperature)}."
-        )
-    if _checks.has_values(temperature) and not bool(((temperature > 0) & temperature.isfinite()).all()):
+        _checks.check_float(name, log_temperature)
+    if not isinstance(given, Tensor):
+        _checks.check_positive(name, given)
+        return 1.0 / given
+    if tuple(given.shape) not in ((), (1,), (n,)):
+        raise ShapeError(f"{name} must be one number or one per row, shape ({n},); got {_checks.shape_text(given)}.")
+    raised = given.to(torch.promote_types(dtype, torch.float32))
+    if log_temperature is not None:
+        return (-raised).exp()
+    if _checks.has_values(given) and not bool(((given > 0) & given.isfinite()).all()):
         raise ValueRangeError("temperature must be positive and finite; the tensor given holds other values.")
-    return 1.0 / temperature.to(torch.promote_types(dtype, torch.float32))
+    return 1.0 / raised
 
 
 # ---- negatives that are none -----------------------------------------------------------------------------------------

@@ -44,24 +44,14 @@ def clip_loss(
     processes = collective_of(group)
     with processes.validate():
         check_pairs(image_features, text_features, _NAMES)
-        scale = logit_scale
         _scalar("logit_scale", logit_scale, image_features)
-        if isinstance(logit_scale, Tensor):
-            scale = logit_scale.reshape(())
+        scale = logit_scale.reshape(()) if isinstance(logit_scale, Tensor) else logit_scale
         bias = None if logit_bias is None else _scalar("logit_bias", logit_bias, image_features).reshape(1, 1)
         processes.check_pass(image_features, text_features, scale)
     features = dict(zip(_NAMES, (image_features, text_features), strict=True))
     processes = agree(processes, "clip_loss", features, scale, (return_stats, bias is None))
     return diagonal_loss(
-        image_features,
-        text_features,
-        scale,
-        symmetric=True,
-        normalize=False,
-        reduction="mean",
-        return_stats=return_stats,
-        bias=bias,
-        processes=processes,
+        image_features, text_features, scale, return_stats=return_stats, bias=bias, processes=processes
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -11,20 +13,18 @@ from partita import support as supports
 from partita._torch_function import overridable
 from partita.collective import ALONE, Collective, collective_of
 from partita.contrastive.candidates import (
+    Anchors,
     Bank,
     Exclusion,
     InUse,
-    PartialScore,
     agree,
     check_pairs,
-    merged,
     of_other_labels,
-    positive_score,
     prepare,
     resolve_scale,
 )
 from partita.contrastive.queue import Queue
-from partita.contrastive.readout import above, readout
+from partita.contrastive.readout import readout
 from partita.engine import State, Stats
 from partita.engine.callable_score import Pairs, compared
 from partita.engine.small import pairs
@@ -104,6 +104,12 @@ def info_nce_loss(
         given = {"query": query, "positive_key": positive_key, "negative_keys": negative_keys}
         kinds = [len(query), 0 if negative_keys is None else len(negative_keys), 0 if kept is None else len(kept[0])]
         processes = agree(processes, "info_nce_loss", given, scale, (*rules, queue is None), kinds)
+    if isinstance(score, InnerProduct):  # of other vectors
+        query, positive_key = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
+        if negative_keys is not None:
+            negative_keys = compared(score, query, prepare("negative_keys", negative_keys, normalize))[1]
+        kept = None if kept is None else (compared(score, query, kept[0].to(query.dtype))[1], *kept[1:])
+        (query, positive_key), score, normalize = compared(score, query, positive_key), None, False
     if plain and score is None:
         return diagonal_loss(
             query, positive_key, scale, symmetric=symmetric, normalize=normalize, reduction=reduction,
@@ -111,21 +117,12 @@ def info_nce_loss(
         )  # fmt: skip
     q, k = prepare("query", query, normalize), prepare("positive_key", positive_key, normalize)
     negatives = None if negative_keys is None else prepare("negative_keys", negative_keys, normalize)
-    if isinstance(score, InnerProduct):  # of other vectors
-        negatives = None if negatives is None else compared(score, q, negatives)[1]
-        kept = None if kept is None else (compared(score, q, kept[0].to(q.dtype))[1], *kept[1:])
-        (q, k), score = compared(score, q, k), None
-        if plain:
-            return diagonal_loss(
-                q, k, scale, symmetric=symmetric, normalize=False, reduction=reduction, return_stats=return_stats
-            )
-    banks = _banks(k, negatives, labels, hardness, kept, processes, score)
-    rows, stats = _rows(q, k, scale, banks, exclude, decoupled, return_stats, negative_keys is None, score)
+    anchors, in_batch = Anchors(q, scale, processes, score, hardness), negative_keys is None
+    banks = _banks(anchors, k, negatives, labels, kept)
+    rows, stats = _rows(anchors, k, banks, exclude, decoupled, in_batch, return_stats)
     if symmetric:
-        back = None if score is None else PartialScore(score, turned=True)  # the query stays its first argument
-        backward = _banks(q, None, labels, hardness, None, processes, back)
-        other, _ = _rows(k, q, scale, backward, None, decoupled, False, True, back)
-        rows = (rows + other) / 2
+        back = anchors.turned(k)
+        rows = (rows + _rows(back, q, _banks(back, q, None, labels, None), None, decoupled, True, False)[0]) / 2
     loss = processes.reduce(rows, reduction).to(loss_dtype(query))
     return loss if stats is None else (loss, stats)
 
@@ -135,10 +132,10 @@ def diagonal_loss(
     key: Tensor,  # (n, dim)
     scale: float | Tensor,
     *,
-    symmetric: bool,
-    normalize: bool,
-    reduction: _checks.Reduction,
-    return_stats: bool,
+    symmetric: bool = True,
+    normalize: bool = False,
+    reduction: _checks.Reduction = "mean",
+    return_stats: bool = False,
     bias: Tensor | None = None,  # (1, 1)
     processes: Collective = ALONE,
 ) -> Tensor | tuple[Tensor, Stats]:
@@ -147,17 +144,16 @@ def diagonal_loss(
     loss = mean_i ( log Z_row_i - s_ii ),        symmetric: averaged with  mean_j ( log Z_column_j - s_jj )
     """
 
-    def nll(query: Tensor, key: Tensor, sharp: Tensor | None = None) -> Tensor:
+    def loss(query: Tensor, key: Tensor, sharp: Tensor | None = None) -> Tensor:
         q, k = prepare("query", query, normalize), prepare("key", key, normalize)
         factor = scale if sharp is None else sharp
         own = torch.arange(len(q), device=q.device)
-        if not symmetric:
-            return processes.sums(q, k, factor, bias=bias, target=own, statistics=False).nll()
-        rows, columns = processes.both_ways_nll(q, k, factor, bias, own)
-        return (rows + columns) / 2
-
-    def loss(query: Tensor, key: Tensor, sharp: Tensor | None = None) -> Tensor:
-        return processes.reduce(nll(query, key, sharp), reduction).to(loss_dtype(query))
+        if symmetric:
+            rows, columns = processes.both_ways_nll(q, k, factor, bias, own)
+            nll = (rows + columns) / 2
+        else:
+            nll = processes.sums(q, k, factor, bias=bias, target=own, statistics=False).nll()
+        return processes.reduce(nll, reduction).to(loss_dtype(query))
 
     if not return_stats:
         alone = processes.alone and bias is None
@@ -169,10 +165,10 @@ def diagonal_loss(
     rows = down = sums.nll()
     if symmetric:
         rows = (down + processes.sums(k, q, scale, bias=bias, target=own, statistics=False).nll()) / 2
-    others = Bank(k, supports.not_self(), processes=processes)
+    anchors, others = Anchors(q, scale, processes), [Bank(k, supports.not_self())]
     with torch.no_grad():
-        negatives, left_out = others.state(q, scale), [positive_score(q, k, 1.0)]
-    stats = readout(sums.state, negatives, [others], sums.rank, down, scale, q, k, left_out)
+        negatives, left_out = anchors.state(others), [anchors.positive(k)]
+    stats = readout(anchors, k, others, sums.state, negatives, down, left_out, sums.rank)
     return processes.reduce(rows, reduction).to(loss_dtype(query)), stats
 
 
@@ -193,95 +189,82 @@ def joint_loss(positive: Tensor, *states: State, reduction: _checks.Reduction = 
     if not states:
         raise ShapeError("joint_loss needs at least one state.")
     check_state("every argument after positive", states[0])
-    level = merged(states).log_partition()
+    level = functools.reduce(State.merge, states).log_partition()
     _checks.check_rows("positive", positive, level, over="states")
     return reduce_rows(level - positive, reduction)
 
 
 def _banks(
-    k: Tensor,
+    anchors: Anchors,
+    key: Tensor,  # the positives
     negatives: Tensor | None,
     labels: Tensor | None,
-    hardness: float,
     kept: tuple[Tensor, Tensor | None, Tensor | None] | None,  # the slots of a queue
-    processes: Collective,
-    score: Score | None,
 ) -> list[Bank]:
     """Where the negatives come from; across ranks, unpaired ones and queues are those of all ranks."""
-    banks = []
+    processes = anchors.processes
     if negatives is not None:
-        banks.append(Bank(negatives, None, hardness, processes=processes, kind=1, score=score))
+        banks = [Bank(negatives, kind=1)]
     elif labels is None:
-        banks.append(Bank(k, supports.not_self(), hardness, processes=processes, score=score))
+        banks = [Bank(key, supports.not_self())]
     else:
-        banks.append(of_other_labels(k, labels, labels, hardness, processes, 0, score=score))
+        banks = [of_other_labels(key, labels, labels, processes, 0)]
     if kept is not None and any(processes.sizes[2]):
         stored, kept_labels, used = kept
-        keys = stored.to(k.dtype)
+        keys = stored.to(key.dtype)
         if labels is not None and kept_labels is not None:
-            banks.append(of_other_labels(keys, labels, kept_labels, hardness, processes, 2, used, score))
+            banks.append(of_other_labels(keys, labels, kept_labels, processes, 2, used))
         else:
-            shown = None if used is None else InUse(used)
-            banks.append(Bank(keys, shown, hardness, processes=processes, kind=2, used=used, score=score))
+            banks.append(Bank(keys, None if used is None else InUse(used), 2, used=used))
     return banks
 
 
 def _rows(
-    q: Tensor,
-    k: Tensor,
-    scale: float | Tensor,
+    anchors: Anchors,
+    key: Tensor,
     banks: list[Bank],
     exclude: Exclusion | None,
     decoupled: bool,
-    return_stats: bool,
     in_batch: bool,
-    score: Score | None,
+    return_stats: bool,
 ) -> tuple[Tensor, Stats | None]:
     """The loss of every row against the union of banks, and its statistics."""
-    positive = positive_score(q, k, 1.0, score)
-    logit = scale * positive
+    positive = anchors.positive(key)
+    logit, rank = anchors.scale * positive, None
     if exclude is None:
-        negatives = merged(bank.state(q, scale, return_stats) for bank in banks)
-        rank = torch.zeros_like(positive).long()
-        for bank in banks if return_stats and score is None else ():
-            rank = rank + above(bank, q, positive.detach())
+        negatives = anchors.state(banks, return_stats)
     else:
-        negatives, rank = _excluding(exclude, q, banks[0].key, positive, scale, in_batch)
-    rest = negatives.log_partition()
-    nothing = negatives.empty()
+        negatives, rank = _excluding(exclude, anchors, banks[0].key, positive, in_batch)
+    rest, nothing = negatives.log_partition(), negatives.empty()
+    surprised = rows = -logsigmoid(logit - rest)
     if decoupled:
         rows = torch.where(nothing, torch.zeros_like(logit), torch.where(nothing, logit, rest) - logit)
-    else:
-        rows = -logsigmoid(logit - rest)
     if not return_stats:
         return rows, None
-    whole = negatives.merge(State.of(logit[:, None]))
-    surprised = rows if not decoupled else -logsigmoid(logit - rest)
-    left_out = [positive.detach()] if in_batch else []
-    return rows, readout(whole, negatives, banks, rank, surprised, scale, q, k, left_out, score)
+    whole, left_out = negatives.merge(State.of(logit[:, None])), [positive.detach()] if in_batch else []
+    return rows, readout(anchors, key, banks, whole, negatives, surprised, left_out, rank)
 
 
 def _excluding(
-    exclude: Exclusion, q: Tensor, key: Tensor, positive: Tensor, scale: float | Tensor, in_batch: bool
+    exclude: Exclusion, anchors: Anchors, key: Tensor, positive: Tensor, in_batch: bool
 ) -> tuple[State, Tensor]:
     """The state of the negatives a rule leaves, a few rows at a time."""
+    q, scale = anchors.query, anchors.scale
     exclude.check(len(q), len(key))
     numbers = torch.arange(len(q), device=q.device)
     column = torch.arange(len(key), device=q.device)
 
-    def few(rows: Tensor, own: Tensor, at: Tensor, keys: Tensor, factor: Tensor) -> Tensor:
+    def few(rows: Tensor, own: Tensor, at: Tensor) -> Tensor:
         with torch.no_grad():
-            keep = ~exclude.hidden(at, rows, keys, own)
+            keep = ~exclude.hidden(at, rows, key, own)
             if in_batch:
                 keep &= column != at[:, None]
-            rank = ((rows @ keys.mT > own[:, None]) & keep).sum(-1)
-        part = factor[at] if factor.dim() else factor
-        state = Gibbs(rows, keys, scale=part, support=supports.mask(keep)).state()
+            rank = ((rows @ key.mT > own[:, None]) & keep).sum(-1)
+        part = scale[at] if isinstance(scale, Tensor) and scale.numel() > 1 else scale
+        state = Gibbs(rows, key, scale=part, support=supports.mask(keep)).state()
         return torch.stack([state.peak, state.mass, state.first, state.spread, state.count, rank.to(own.dtype)], -1)
 
-    factor = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=positive.dtype, device=q.device)
-    factor = factor.reshape(()) if factor.numel() == 1 else factor
-    columns = in_row_blocks(few, [q, positive.detach(), numbers], [key, factor], len(key)).unbind(-1)
+    columns = in_row_blocks(few, [q, positive.detach(), numbers], [], len(key)).unbind(-1)
     peak, mass, first, spread, count, rank = columns
     return State(peak.detach(), mass, first, spread, count.detach()), rank.detach().long()
 

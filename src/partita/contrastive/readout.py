@@ -7,18 +7,18 @@ hardest_share       = largest share of one negative in the push, P_m / (1 - P_+)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from partita.contrastive.candidates import Bank, positive_score
+from partita.contrastive.candidates import Anchors, Bank, paired_scores
 from partita.engine import State, Stats
 from partita.precision import no_autocast, product
 from partita.rows import LossStats, and_fields, in_row_blocks
-from partita.score import Score
 from partita.support import Support
 
-__all__ = ["ContrastStats", "LabelStats", "above", "label_stats", "readout"]
+__all__ = ["ContrastStats", "LabelStats", "label_stats", "readout"]
 
 
 _SPLIT = (
@@ -76,34 +76,32 @@ class LabelStats(and_fields(Stats, *_BY_LABEL), Stats):  # type: ignore[misc]
 
 
 def readout(
+    anchors: Anchors,
+    key: Tensor,  # the positives
+    banks: Sequence[Bank],
     whole: State,
     negatives: State,
-    banks: list[Bank],
-    rank: Tensor | None,  # None: counted
     nll: Tensor,
-    scale: float | Tensor,
-    query: Tensor,
-    key: Tensor,
     left_out: Sequence[Tensor] = (),
-    score: Score | None = None,
+    rank: Tensor | None = None,
 ) -> ContrastStats:
     """Statistics of anchors and their positives, from the state of all candidates and that of the negatives.
 
     left_out: similarities (n,) of keys in the banks that are no negatives.
-    score: that of the banks, instead of the inner product.
+    rank: how many negatives are more similar than the positive; counted unless given.
     With no negative at all the share of the hardest and the number that push are 0.
     """
     with torch.no_grad():
-        positive = positive_score(query, key, 1.0, score)
-        if score is not None:
-            rank, mean, variance = _among(banks, query, positive, left_out, score)
+        positive = anchors.positive(key)
+        if anchors.score is not None:
+            rank, mean, variance = _among(anchors, banks, positive, left_out)
         else:
-            rank = torch.stack([above(bank, query, positive) for bank in banks]).sum(0) if rank is None else rank
-            mean, variance = _similarity_moments(banks, query, left_out)
-        norms = [torch.linalg.vector_norm(x.to(nll.dtype), dim=-1) for x in (query, key)]
+            rank = torch.stack([_above(anchors, bank, positive) for bank in banks]).sum(0) if rank is None else rank
+            mean, variance = _similarity_moments(anchors, banks, left_out)
+        norms = [torch.linalg.vector_norm(x.to(nll.dtype), dim=-1) for x in (anchors.query, key)]
         push = _width_of(negatives), negatives.confidence()
     count = negatives.count.detach()
-    known = (*push, positive, mean, variance, count, _per_row(scale, nll), *norms)
+    known = (*push, positive, mean, variance, count, _per_row(anchors.scale, nll), *norms)
     return ContrastStats(*whole.stats(), rank, rank == 0, whole.confidence(), nll, *known)  # type: ignore[call-arg]
 
 
@@ -129,34 +127,29 @@ def _per_row(scale: float | Tensor, like: Tensor) -> Tensor:
     return torch.as_tensor(scale, dtype=like.dtype, device=like.device).detach().expand(like.shape)
 
 
-@torch.no_grad()
-def above(bank: Bank, query: Tensor, level: Tensor) -> Tensor:  # (n,)
+def _above(anchors: Anchors, bank: Bank, level: Tensor) -> Tensor:  # (n,)
     """How many of the keys a row may see are more similar to it than `level`, which need not be a key's."""
     if bank.key.dim() == 3:
-        return ((query[:, None, :] * bank.key).sum(-1) > level[:, None]).sum(-1)
-    return bank.processes.count_above(query, bank.key, level, support=bank.support, view=bank.view, kind=bank.kind)
+        return (paired_scores(anchors.query, bank.key, None) > level[:, None]).sum(-1)
+    seen: dict[str, Any] = {"support": bank.support, "view": bank.view, "kind": bank.kind}
+    return anchors.processes.count_above(anchors.query, bank.key, level, **seen)
 
 
-@torch.no_grad()
 def _similarity_moments(
-    banks: list[Bank], query: Tensor, left_out: Sequence[Tensor]
+    anchors: Anchors, banks: Sequence[Bank], left_out: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:  # (n,), (n,)
-    """Mean and variance of the negatives' similarities, each counted once: polynomials of the keys, no pass.
-
-    left_out: similarities (n,) of keys in the banks that are no negatives.
-    """
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    """Mean and variance of the negatives' similarities, each counted once: polynomials of the keys, no pass."""
+    rows, processes = anchors.query.to(torch.promote_types(anchors.query.dtype, torch.float32)), anchors.processes
     count: int | Tensor = 0
-    first = second = query.new_zeros(len(query), dtype=dtype)
+    first = second = rows.new_zeros(len(rows))
     for bank in banks:
-        rows, key = query.to(dtype), bank.key.to(dtype)
+        key = bank.key.to(rows.dtype)
         if key.dim() == 3:
-            s = (rows[:, None, :] * key).sum(-1)
+            s = paired_scores(rows, key, None)
             first, second, keys = first + s.sum(-1), second + s.square().sum(-1), key.shape[-2]
         else:
-            sums, squares = (bank.processes.added(x) for x in (key.sum(0), product(key.mT, key)))
-            sizes = bank.processes.sizes  # none of a process alone
-            keys = sum(sizes[bank.kind]) if sizes else key.shape[-2]
+            sums, squares = (processes.added(x) for x in (key.sum(0), product(key.mT, key)))
+            keys = sum(processes.sizes[bank.kind]) if processes.sizes else len(key)  # none of a process alone
             keys = keys if bank.used is None else bank.used.sum()  # type: ignore[assignment]
             first = first + product(rows, sums)
             second = second + (product(rows, squares) * rows).sum(-1)
@@ -169,31 +162,29 @@ def _similarity_moments(
 
 
 def _among(
-    banks: list[Bank], query: Tensor, positive: Tensor, left_out: Sequence[Tensor], score: Score
+    anchors: Anchors, banks: Sequence[Bank], positive: Tensor, left_out: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:  # (n,), (n,), (n,)
     """Rank of the positive, and mean and variance of the negatives' scores, by any score; a few rows at a time."""
+    score = anchors.score
+    assert score is not None
 
-    def few(rows: Tensor, level: Tensor, seen: Tensor, keys: Tensor, used: Tensor) -> Tensor:
+    def few(rows: Tensor, level: Tensor, seen: Tensor, key: Tensor, used: Tensor) -> Tensor:
         with no_autocast(rows):
-            s = score(rows, keys)
+            s = score(rows, key) if key.dim() == 2 else paired_scores(rows, key, score)
         count = used.sum().to(s.dtype)
         mean = torch.where(used, s, 0.0).sum(-1) / count.clamp(min=1)
         spread = torch.where(used, s - mean[:, None], 0.0).square().sum(-1)
         rank = (seen & (s > level[:, None])).sum(-1).to(s.dtype)
         return torch.stack([rank, count.expand_as(mean), mean, spread], -1)
 
-    parts = []
+    parts, query = [], anchors.query.to(positive.dtype)
     for bank in banks:
         key, n, m = bank.key.to(positive.dtype), len(query), bank.key.shape[-2]
         used = torch.ones(m, dtype=torch.bool, device=key.device) if bank.used is None else bank.used
         own = bank.support if bank.view is None else next(iter(bank.view(0, m)))[2]
         seen = own.dense(n, m, device=key.device) if isinstance(own, Support) else used.expand(n, m)
-        given = query.to(positive.dtype), positive, seen
-        if key.dim() == 2:
-            parts.append(in_row_blocks(few, given, [key, used], m))
-        else:
-            own_rows = zip(query.to(positive.dtype).split(1), positive.split(1), seen.split(1), key, strict=True)
-            parts.append(torch.cat([few(row, level, keep, keys, used) for row, level, keep, keys in own_rows]))
+        given = query, positive, seen, key, used
+        parts.append(in_row_blocks(few, given[:3], given[3:], m) if key.dim() == 2 else few(*given))
     rank, count, mean, spread = torch.stack(parts).unbind(-1)
     total = count.sum(0)
     whole = (count * mean).sum(0) / total.clamp(min=1)

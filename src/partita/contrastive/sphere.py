@@ -15,10 +15,10 @@ from partita import _checks
 from partita import support as supports
 from partita.contrastive.candidates import check_pairs, prepare
 from partita.engine import State
-from partita.errors import ShapeError
+from partita.errors import ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.precision import log_of
-from partita.rows import check_unit, reduce_rows
+from partita.rows import reduce_rows
 
 __all__ = ["alignment", "uniformity"]
 
@@ -55,6 +55,13 @@ def uniformity(x: Tensor, *, sharpness: float = 2.0, normalize: bool = True) -> 
 
 
 def _unit(name: str, vectors: Tensor, normalize: bool) -> Tensor:
-    if not normalize:
-        check_unit(name, vectors)
+    """Vectors of length 1: the formulas are only true for those."""
+    if not normalize and _checks.has_values(vectors) and vectors.numel():
+        raised = vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32))
+        worst = float((torch.linalg.vector_norm(raised, dim=-1) - 1).abs().max())
+        if not worst <= 16 * torch.finfo(vectors.dtype).eps ** 0.5:
+            raise ValueRangeError(
+                f"{name} must hold unit vectors; a length differs from 1 by {worst:.3g}. "
+                f"Normalise them (F.normalize), or pass normalize=True."
+            )
     return prepare(name, vectors, normalize)

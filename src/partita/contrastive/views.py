@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,9 @@ from partita import _checks
 from partita import support as supports
 from partita._torch_function import overridable
 from partita.collective import Collective, collective_of
-from partita.contrastive import candidates
-from partita.contrastive.readout import ContrastStats, LabelStats, label_stats, readout
+from partita.contrastive.candidates import Anchors, Bank, agree, check_pairs, of_other_labels, prepare, resolve_scale
+from partita.contrastive.readout import LabelStats, label_stats, readout
 from partita.engine import Stats
-from partita.engine.sums import Sums
 from partita.errors import ShapeError
 from partita.precision import loss_dtype, no_autocast
 from partita.rows import in_row_blocks
@@ -46,38 +47,26 @@ def nt_xent_loss(
     processes = collective_of(group)
     with processes.validate():
         _checks.check_reduction(reduction)
-        candidates.check_pairs(out0, out1, ("out0", "out1"))
-        anchors = torch.cat([candidates.prepare("out0", out0, True), candidates.prepare("out1", out1, True)])
-        scale = candidates.resolve_scale(temperature, None, len(anchors), out0.dtype)
-        processes.check_pass(anchors, anchors, scale)
-    given = {"out0 and out1": anchors}
-    processes = candidates.agree(processes, "nt_xent_loss", given, scale, (reduction, return_stats))
-    other = torch.arange(len(anchors), device=anchors.device).roll(len(out0))
-    sums = processes.sums(
-        anchors,
-        anchors,
-        scale,
-        support=supports.not_self(),
-        target=other,
-        rank=return_stats,
-        statistics=return_stats,
-    )
+        check_pairs(out0, out1, ("out0", "out1"))
+        x = torch.cat([prepare("out0", out0, True), prepare("out1", out1, True)])
+        scale = resolve_scale(temperature, None, len(x), out0.dtype)
+        processes.check_pass(x, x, scale)
+    given = {"out0 and out1": x}
+    processes = agree(processes, "nt_xent_loss", given, scale, (reduction, return_stats))
+    other = torch.arange(len(x), device=x.device).roll(len(out0))
+    reads: dict[str, Any] = {"target": other, "rank": return_stats, "statistics": return_stats}
+    sums = processes.sums(x, x, scale, support=supports.not_self(), **reads)
     loss = processes.reduce(sums.nll(), reduction).to(loss_dtype(out0))
-    return (loss, _two_views(sums, anchors, other, scale, processes)) if return_stats else loss
-
-
-@torch.no_grad()
-def _two_views(
-    sums: Sums, anchors: Tensor, other: Tensor, scale: float | Tensor, processes: Collective
-) -> ContrastStats:
-    """The positive is n rows before or after its anchor; everything else but the anchor is a negative."""
-    n = max(len(anchors) // 2, 1)  # of no anchors too there are windows
+    if not return_stats:
+        return loss
+    # the positive is n rows before or after its anchor; everything else but the anchor is a negative
+    n = max(len(out0), 1)  # of no anchors too there are windows
     window = supports.window
     rest = window(None, -n - 1) | (window(n - 1, n - 1) & supports.not_self()) | window(-n - 1, None)
-    bank, partners = candidates.Bank(anchors, rest, processes=processes), anchors[other]
-    left_out = [candidates.positive_score(anchors, x, 1.0) for x in (anchors, partners)]
-    negatives = bank.state(anchors, scale)
-    return readout(sums.state, negatives, [bank], sums.rank, sums.nll(), scale, anchors, partners, left_out)
+    anchors, banks, partners = Anchors(x, scale, processes), [Bank(x, rest)], x[other]
+    with torch.no_grad():
+        negatives, left_out = anchors.state(banks), [anchors.positive(each) for each in (x, partners)]
+    return loss, readout(anchors, partners, banks, sums.state, negatives, sums.nll(), left_out, sums.rank)
 
 
 @overridable
@@ -110,68 +99,62 @@ def supcon_loss(
         _check_labels("embeddings", embeddings, "labels", labels)
         if (ref_emb is None) != (ref_labels is None):
             raise ShapeError("ref_emb and ref_labels belong together: give both or neither.")
+        x = prepare("embeddings", embeddings, True)
+        scale = resolve_scale(temperature, None, len(x), x.dtype)
+        keys, key_labels = x, labels
         if ref_emb is not None and ref_labels is not None:
             _check_labels("ref_emb", ref_emb, "ref_labels", ref_labels)
-        x = candidates.prepare("embeddings", embeddings, True)
-        scale = candidates.resolve_scale(temperature, None, len(x), x.dtype)
-        if ref_emb is None or ref_labels is None:
-            keys, key_labels = x, labels
-        else:
-            keys, key_labels = candidates.prepare("ref_emb", ref_emb, True), ref_labels
+            keys, key_labels = prepare("ref_emb", ref_emb, True), ref_labels
         _checks.check_device(("embeddings", "labels", "ref_labels"), (x, labels, key_labels))
         processes.check_pass(x, keys, scale)
-    given = {"embeddings": embeddings, "ref_emb": ref_emb}
-    itself = ref_emb is None
+    given, itself = {"embeddings": embeddings, "ref_emb": ref_emb}, ref_emb is None
     options = (reduction, return_stats, itself)
-    processes = candidates.agree(processes, "supcon_loss", given, scale, options, (len(x), len(keys)))
-    rows, count, stats = label_rows(x, labels, keys, key_labels, scale, processes, itself=itself, stats=return_stats)
+    processes = agree(processes, "supcon_loss", given, scale, options, (len(x), len(keys)))
+    anchors = Anchors(x, scale, processes)
+    rows, count, stats = label_rows(anchors, labels, keys, key_labels, itself=itself, stats=return_stats)
     total = (count > 0).sum().to(rows.dtype)
     loss = processes.reduce(rows, reduction, total).to(loss_dtype(embeddings))
     return loss if stats is None else (loss, stats)
 
 
 def label_rows(
-    x: Tensor,
+    anchors: Anchors,
     labels: Tensor,
     keys: Tensor,
     key_labels: Tensor,
-    scale: float | Tensor,
-    processes: Collective,
     *,
     itself: bool,  # the keys are the anchors: none is a candidate of itself
     stats: bool,
-    score: Score | None = None,  # instead of the inner product; for a process alone
 ) -> tuple[Tensor, Tensor, LabelStats | None]:
     """Each anchor's loss, 0 without a positive, and how many positives it has.
 
     The loss of a sole positive that holds all of the probability is 0 itself, not what rounding leaves of it.
     """
-    support = supports.not_self() if itself else None
-    state = processes.sums(x, keys, scale, support=support, kind=1, statistics=stats, score=score).state
-    if score is None:
-        total, count = _label_sums(x, labels, keys, key_labels, processes)
+    x, scale = anchors.query, anchors.scale
+    state = anchors.state([Bank(keys, supports.not_self() if itself else None, 1)], stats)
+    if anchors.score is None:
+        total, count = _label_sums(anchors, labels, keys, key_labels)
         if itself:
             total, count = total - x.to(total.dtype), count - 1
         similarity = (x.to(total.dtype) * total).sum(-1)
     else:
-        similarity, count = _scores_of_label(x, labels, keys, key_labels, itself, score)
+        similarity, count = _scores_of_label(x, labels, keys, key_labels, itself, anchors.score)
     positive = scale * similarity / count.clamp(min=1)
     level = torch.where(state.empty(), positive, state.log_partition())
     alone = (count == 1) & (state.mass == 1) & (state.peak - positive < 1)
     rows = torch.where((count > 0) & ~alone, level - positive, torch.zeros_like(positive))
     if not stats:
         return rows, count, None
-    bank = candidates.of_other_labels(keys, labels.long(), key_labels.long(), 0.0, processes, 1, score=score)
+    bank = of_other_labels(keys, labels.long(), key_labels.long(), anchors.processes, 1)
     with torch.no_grad():
-        negatives = bank.state(x, scale)
+        negatives = anchors.state([bank])
         right = (count > 0) & ((negatives.max_score() < state.max_score()) | negatives.empty())
     return rows, count, label_stats(state, negatives, right, rows, count, x, scale)
 
 
-def _label_sums(
-    x: Tensor, labels: Tensor, keys: Tensor, key_labels: Tensor, processes: Collective
-) -> tuple[Tensor, Tensor]:
+def _label_sums(anchors: Anchors, labels: Tensor, keys: Tensor, key_labels: Tensor) -> tuple[Tensor, Tensor]:
     """For each anchor the sum and the number of the keys with its label; O((n + m) dim)."""
+    x, processes = anchors.query, anchors.processes
     dtype = torch.promote_types(x.dtype, torch.float32)
     labels, key_labels = labels.long().contiguous(), key_labels.long().contiguous()
     every = processes.gather_rows(key_labels, 1)
@@ -182,9 +165,7 @@ def _label_sums(
         return _label_sums_round(processes, x, labels, keys, every)
     of_key = torch.searchsorted(known, key_labels)
     sums = keys.new_zeros(len(known), keys.shape[-1], dtype=dtype).index_add(0, of_key, keys.to(dtype))
-    counts = torch.zeros(len(known), dtype=dtype, device=x.device).index_add(
-        0, of_key, torch.ones_like(of_key, dtype=dtype)
-    )
+    counts = torch.zeros_like(known, dtype=dtype).index_add(0, of_key, torch.ones_like(of_key, dtype=dtype))
     if not len(known):
         return torch.zeros_like(x, dtype=dtype), counts.new_zeros(len(x))
     sums, counts = processes.pooled(sums), processes.added(counts)

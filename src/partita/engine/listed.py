@@ -127,8 +127,8 @@ def likely_pairs(request: Request, limits: Limits, spread: Spread | None = None)
 
 def of_rows(request: Request, rows: slice) -> Request:
     """The same for some rows."""
-    scale = request.scale if request.scale.shape[-1] == 1 else request.scale[rows]
-    return replace(request, query=request.query[rows], scale=scale, target=None)
+    scale = request.scale if request.scale.shape[-1] == 1 else request.scale[..., rows]
+    return replace(request, query=request.query[..., rows, :], scale=scale, target=None)
 
 
 def _kept(s: Tensor, limits: Limits, spread: Spread) -> Tensor:  # (n, V) bool

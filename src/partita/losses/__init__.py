@@ -4,6 +4,7 @@ linear    cross entropy of a linear head, without its logits
 logits    cross entropy, squared, absolute and focal loss of logits that exist
 nce       telling data from noise
 regression  squared and absolute error with a scale
+vocabulary  hidden states against a vocabulary, which may be spread over ranks
 tokens    log p, entropy and more of a policy's tokens
 reference   how far a policy is from a reference
 distill   a teacher's distribution as the target

@@ -17,9 +17,9 @@ from partita._torch_function import overridable
 from partita.comparison import check_kind, divergence, score_divergence, weighted_divergence
 from partita.engine.divergences import Kind
 from partita.errors import ShapeError
-from partita.gibbs import Gibbs
+from partita.losses.vocabulary import check_head, distribution
 from partita.precision import loss_dtype
-from partita.rows import reduce_rows
+from partita.rows import Rows, reduce_rows
 
 __all__ = ["distillation_loss", "linear_distillation_loss"]
 
@@ -85,71 +85,41 @@ def linear_distillation_loss(
     0.0
     """
     _check(temperature, reduction, kind, beta)
-    lead, kept = _rows(input, linear_weight, teacher_input, teacher_weight, target, ignore_index)
-    n = torch.Size(lead).numel()
-    ours, theirs = input.reshape(n, input.shape[-1]), teacher_input.detach().reshape(n, teacher_input.shape[-1])
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    weight = torch.ones(n, dtype=dtype, device=input.device)
-    if sample_weight is not None:
-        _checks.check_rows("sample_weight", sample_weight, input[..., 0])
-        weight = sample_weight.detach().to(dtype).expand(lead).reshape(n)
-    places: Tensor | None = None
-    if kept is not None and _checks.has_values(kept):
-        places = kept.nonzero()[:, 0]
-        ours, theirs, weight = ours[places], theirs[places], weight[places]
-    elif kept is not None:
-        weight = torch.where(kept, weight, torch.zeros_like(weight))
-    for name, bias in (("linear_bias", linear_bias), ("teacher_bias", teacher_bias)):
-        if bias is not None:
-            _checks.check_classwise(name, bias, linear_weight.shape[0])
-    teacher = Gibbs(theirs, teacher_weight.detach(), scale=1 / temperature, bias=_softened(teacher_bias, temperature))
-    student = Gibbs(ours, linear_weight, scale=1 / temperature, bias=_softened(linear_bias, temperature, learn=True))
-    if reduction == "none":
-        rows = temperature**2 * weight * divergence(teacher, student, kind, beta=beta)
-        if places is not None:
-            rows = rows.new_zeros(n).index_put((places,), rows)
-        return rows.reshape(lead).to(loss_dtype(input))
-    total = weighted_divergence(teacher, student, temperature**2 * weight, kind, beta=beta)
-    return reduce_rows(total, reduction, weight.sum()).to(loss_dtype(input))
-
-
-def _softened(bias: Tensor | None, temperature: float, learn: bool = False) -> Tensor | None:
-    return None if bias is None else (bias if learn else bias.detach()) / temperature
-
-
-def _rows(
-    input: Tensor,
-    linear_weight: Tensor,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    target: Tensor | None,
-    ignore_index: int,
-) -> tuple[tuple[int, ...], Tensor | None]:
-    """The leading dimensions, and which of the rows count."""
-    names = ("input", "linear_weight", "teacher_input", "teacher_weight")
-    for name, x in zip(names, (input, linear_weight, teacher_input, teacher_weight), strict=True):
-        _checks.check_float(name, x)
-        if x.dim() < 1:
-            raise ShapeError(f"{name} must have features in its last dimension; got a single number.")
-    _checks.check_matrix("linear_weight", linear_weight)
-    _checks.check_matrix("teacher_weight", teacher_weight)
+    names = ("input", "linear_weight", "linear_bias"), ("teacher_input", "teacher_weight", "teacher_bias")
+    lead = check_head(input, linear_weight, linear_bias, names=names[0], n_class="n_class")
+    teacher_lead = check_head(teacher_input, teacher_weight, teacher_bias, names=names[1], n_class="n_class")
     if linear_weight.shape[0] != teacher_weight.shape[0]:
         raise ShapeError(
             f"both heads must have the same number of classes; got {linear_weight.shape[0]} and "
             f"{teacher_weight.shape[0]}."
         )
-    lead = tuple(input.shape[:-1])
-    if tuple(teacher_input.shape[:-1]) != lead:
+    if lead != teacher_lead:
         raise ShapeError(
             f"input and teacher_input must have the same rows; got {_checks.shape_text(input)} and "
             f"{_checks.shape_text(teacher_input)}."
         )
-    if target is None:
-        return lead, None
-    _checks.check_index_dtype("target", target)
-    if tuple(target.shape) != lead:
-        raise ShapeError(f"target must have one index per row, shape {lead}; got {_checks.shape_text(target)}.")
-    return lead, (target != ignore_index).reshape(-1)
+    rows = Rows(lead)
+    if target is not None:
+        _checks.check_index_dtype("target", target)
+        if tuple(target.shape) != lead:
+            raise ShapeError(f"target must have one index per row, shape {lead}; got {_checks.shape_text(target)}.")
+        rows = Rows.of(target != ignore_index)
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    weight = torch.ones(lead, dtype=dtype, device=input.device)
+    if sample_weight is not None:
+        _checks.check_rows("sample_weight", sample_weight, input[..., 0])
+        weight = sample_weight.detach().to(dtype).expand(lead)
+    weight = rows.take(weight if rows.counts is None else weight.masked_fill(~rows.counts, 0))
+
+    student = distribution(rows.take(input), linear_weight, linear_bias, temperature, None)
+    teacher_bias = None if teacher_bias is None else teacher_bias.detach()
+    given = rows.take(teacher_input.detach()), teacher_weight.detach(), teacher_bias
+    teacher = distribution(*given, temperature, None)
+    if reduction == "none":
+        found = rows.place(temperature**2 * weight * divergence(teacher, student, kind, beta=beta))
+        return found.to(loss_dtype(input))
+    total = weighted_divergence(teacher, student, temperature**2 * weight, kind, beta=beta)
+    return reduce_rows(total, reduction, weight.sum()).to(loss_dtype(input))
 
 
 def _check(temperature: float, reduction: _checks.Reduction, kind: Kind, beta: float) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,14 +25,17 @@ from partita import _checks
 from partita._torch_function import overridable
 from partita.collective import Collective, Fact, collective_of
 from partita.engine import Stats
-from partita.engine.dispatch import execute, weighted_nll
+from partita.engine.dispatch import scores, weighted_nll
+from partita.engine.listed import of_rows
 from partita.engine.request import Request, build
-from partita.engine.small import scores
+from partita.engine.small import scores as small_scores
 from partita.engine.state import divided
 from partita.errors import DtypeError, ShapeError, TargetError, ValueRangeError
-from partita.losses.objective import Options, Slice, Terms, check_slice, likeliest
-from partita.precision import check_same_dtype, loss_dtype, no_autocast
-from partita.rows import among_all_rows, blank_ignored, in_row_blocks, loss_stats, reduce_rows
+from partita.losses.objective import Options, Terms, likeliest
+from partita.losses.vocabulary import check_head, local_ids
+from partita.precision import accumulation_dtype, loss_dtype, no_autocast
+from partita.recompute import by_rows, row_blocks
+from partita.rows import Rows, loss_stats, placed
 
 __all__ = ["linear_cross_entropy", "over_rows"]
 
@@ -93,59 +95,51 @@ def linear_cross_entropy(
         if found is not None:
             return found
     processes = collective_of(group)
-    alone, given = processes.alone, -100 if ignore_index is None else ignore_index
     with processes.validate():
-        _check_operands(input, linear_weight, linear_bias, scale)
+        names = ("input", "linear_weight", "linear_bias")
+        check_head(input, linear_weight, linear_bias, names=names, n_class="n_class", outputs=True)
+        if not isinstance(scale, (Tensor, float)):
+            _checks.check_number("scale", scale)
         if softcap is not None:
             _checks.check_positive("softcap", softcap)
+        given = -100 if ignore_index is None else ignore_index
         options = Options(linear_weight.shape[0], weight, reduction, given, label_smoothing, z_loss, entropy_weight)
         _checks.check_whole("shift", shift, least=0)
-        check_slice(processes, target)
-        head = _Head.of(input, linear_weight, target, linear_bias, scale, sample_weight, options, shift, alone)
-        capped: dict[str, Any] = {"softcap": softcap, "cap_bias": softcap is not None, "checked": True}
-        make = functools.partial(build, head.query, head.key, scale=head.scale, bias=head.bias, **capped)
-        if not alone:
-            make()  # what is wrong is an error on every rank
+        if not processes.alone and isinstance(target, Tensor) and target.is_floating_point():
+            raise ValueRangeError("class probabilities have no form over a group: give class indices, target.long().")
+        head = _Head(
+            input, linear_weight, target, linear_bias, scale, softcap, sample_weight, options, shift, processes
+        )
+        if not processes.alone:
+            head.request()  # what is wrong is an error on every rank
     dtype, statistics = loss_dtype(input), bool(return_stats) or entropy_weight != 0.0
-    scalar = alone and reduction != "none" and not return_stats and not options.regularised
-    if (
-        scalar
-        and weight is None
-        and not label_smoothing
-        and head.soft is None
-        and head.sample is None
-        and head.mask is None
-    ):
-        request = make(target=head.index, statistics=False)  # every row counts alike, and how much is known
+    scalar = processes.alone and reduction != "none" and not return_stats and not options.regularised
+    if scalar and head.alike and weight is None and not label_smoothing:
+        request = head.request(target=head.index, statistics=False)  # every row counts alike, and how much is known
         each = 1.0 / max(head.index.numel(), 1) if reduction == "mean" else 1.0
         return weighted_nll(request, request.scale.new_full((), each).expand(head.index.shape)).to(dtype)
-    rules = (reduction, given, return_stats, shift)
-    own = _slice_of(processes, head, linear_weight, linear_bias, options, softcap, rules)
-    terms = _terms(own, head, options, softcap)
-    if scalar:
-        total = terms.weigh(terms.share).sum() if reduction == "mean" else None
-        return _weighted_sum(make, head.index, terms, total).to(dtype)
-    makes = [make]
-    if not alone:
-        cut = processes.leaves((head.query, head.scale), head.key, head.bias)
-        makes = [functools.partial(build, q, k, scale=s, bias=b, **capped) for (q, s), k, b in cut]
-    sums = own.sums(makes, rank=bool(return_stats), statistics=statistics)
-    rows = terms.rows(sums.nll(), sums.state, options)
-    loss = processes.replicated(head.place(rows) if reduction == "none" else terms.reduce(rows, options))
-    if not return_stats:
-        return loss.to(dtype)
-    stats = loss_stats(sums)
-    if head.kept is not None:
-        return loss.to(dtype), among_all_rows(stats, head.kept, head.shape)
-    stats = stats if head.mask is None else blank_ignored(stats, head.mask)
-    return loss.to(dtype), type(stats)(*(head.place(field) for field in stats))
+    index, here = head.index, None
+    if not processes.alone:
+        rules = (reduction, given, return_stats, shift)
+        processes = _agreed(processes, head, options, rules)
+        index, here = local_ids(processes, index)
+    terms = _terms(head, options, index, here, processes)
+    if scalar and terms.linear is None:  # every coefficient is known before the pass
+        each_row = terms.weigh(terms.on_target)
+        each_row = divided(each_row, terms.weigh(terms.share).sum()) if reduction == "mean" else each_row
+        return weighted_nll(head.request(target=index, statistics=False), each_row).to(dtype)
+    makes = [head.request] if processes.alone else head.leaves(processes)
+    sums = processes.slices(makes, index, here, rank=bool(return_stats), statistics=statistics)
+    rows = terms.rows(sums.nll(), sums.state)
+    loss = processes.replicated(head.place(rows) if reduction == "none" else terms.reduce(rows)).to(dtype)
+    return (loss, placed(loss_stats(sums), head.place)) if return_stats else loss
 
 
 def _small(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: _checks.Reduction) -> Tensor | None:
     """Plain cross entropy of few rows over few classes, none of them ignored; None for everything else."""
     if type(target) is not Tensor or target.dtype != torch.int64 or not target.is_cpu:
         return None
-    logits = scores(input, linear_weight)
+    logits = small_scores(input, linear_weight)
     if logits is None or target.shape != logits.shape[:1]:
         return None
     low, high = torch.stack(torch.aminmax(target)).tolist()
@@ -154,101 +148,44 @@ def _small(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: _che
     return cross_entropy(logits, target, reduction=reduction)
 
 
-def _weighted_sum(make: Callable[..., Request], target: Tensor, terms: Terms, total: Tensor | None) -> Tensor:
-    """The scalar sum_i (on_target_i nll_i + on_partition_i log Z_i - linear_i), divided by `total`.
-
-    Every coefficient is known before the pass, so this is the place where a backend may compute the gradients while it
-    goes forward.
-    """
-    request = make(target=target, statistics=False)
-    if terms.linear is None:
-        weight = terms.weigh(terms.on_target)
-        return weighted_nll(request, weight if total is None else divided(weight, total))
-    sums = execute(request)
-    out = terms.rows(sums.nll(), sums.state, Options(request.key.shape[-2])).sum()
-    return out if total is None else reduce_rows(out, "mean", total)
-
-
-def _terms(own: Slice, head: _Head, options: Options, softcap: float | None) -> Terms:
+def _terms(head: _Head, options: Options, index: Tensor, here: Tensor | None, processes: Collective) -> Terms:
     if head.soft is not None:
         soft = options.soften(head.soft, head.dtype)
-        return Terms.of_probabilities(soft, _weighted_scores(head, soft, softcap), head.sample)
-    linear = None
-    if options.label_smoothing:
-        linear = _weighted_scores(head, options.class_weight(head.dtype), softcap)
-    return own.terms(options, linear, head.sample, head.mask, head.dtype)
+        return Terms.of_probabilities(options, soft, head.weighted_scores(soft), head.sample)
+    linear = head.weighted_scores(options.class_weight(head.dtype)) if options.label_smoothing else None
+    return Terms.of_classes(options, index, linear, head.sample, head.mask, head.dtype, processes, here)
 
 
-def _check_operands(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, scale: float | Tensor) -> None:
-    """In the names of this face: errors of the engine name query and key."""
-    _checks.check_float("input", input)
-    _checks.check_float("linear_weight", linear_weight)
-    if not isinstance(scale, (Tensor, float)):
-        _checks.check_number("scale", scale)
-    if input.dim() < 1 or linear_weight.dim() < 2:
-        raise ShapeError(
-            f"input must be (..., dim) and linear_weight (n_class, dim); got {_checks.shape_text(input)} and "
-            f"{_checks.shape_text(linear_weight)}."
-        )
-    if input.shape[-1] != linear_weight.shape[-1]:
-        raise ShapeError(
-            f"input and linear_weight must share their last dim; got {_checks.shape_text(input)} and "
-            f"{_checks.shape_text(linear_weight)}. nn.Linear keeps its weight as (n_class, dim)."
-        )
-    check_same_dtype(("input", "linear_weight"), input, linear_weight)
-    if linear_bias is not None:
-        _checks.check_float("linear_bias", linear_bias)
-    if linear_bias is not None and tuple(linear_bias.shape) != tuple(linear_weight.shape[:-1]):
-        raise ShapeError(
-            f"linear_bias must have one number per class, shape {tuple(linear_weight.shape[:-1])}; "
-            f"got {_checks.shape_text(linear_bias)}."
-        )
-    _checks.check_device(("input", "linear_weight", "linear_bias"), (input, linear_weight, linear_bias))
-
-
-def _slice_of(
-    processes: Collective,
-    head: _Head,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    options: Options,
-    softcap: float | None,
-    rules: tuple[object, ...],
-) -> Slice:
-    """The sizes of all slices; raises on every rank if their rows or options differ."""
-    if processes.alone:
-        return Slice(processes, options.n_class, None, head.index)
+def _agreed(processes: Collective, head: _Head, options: Options, rules: tuple[object, ...]) -> Collective:
+    """The same processes with the sizes of their slices; raises on every rank if their rows or options differ."""
     with processes.validate():
-        scale, index, own = head.scale, head.index, linear_weight.shape[0]
+        scale, index = head.scale, head.index
         _checks.check_device(("input", "target"), (head.query, index))
         known = _checks.concrete(index) and index.numel()
         low, high = (int(edge) for edge in torch.aminmax(index)) if known else (0, -1)
         given: dict[str, Fact] = {
             "the dtype of input": head.query.dtype,
-            "the rows of input": tuple(head.rows),
+            "the rows of input": tuple(index.shape),
             "the last dimension of input": head.query.shape[-1],
-            "the dtype of linear_weight": linear_weight.dtype,
+            "the dtype of linear_weight": head.key.dtype,
             "target (its checksum)": _checksum(index),
             "scale": scale if isinstance(scale, Tensor) else float(scale),
-            "softcap": softcap,
-            "whether there is a linear_bias": linear_bias is not None,
+            "softcap": head.softcap,
+            "whether there is a linear_bias": head.bias is not None,
             "whether there are class weights": options.weight is not None,
             "whether there are sample weights": head.sample is not None,
             "label_smoothing": float(options.label_smoothing),
             "z_loss": options.z_loss,
             "entropy_weight": options.entropy_weight,
         }
-    processes = processes.check_same(f"linear_cross_entropy {rules}", [own], given)
+    processes = processes.check_same(f"linear_cross_entropy {rules}", [options.n_class], given)
     (sizes,) = processes.sizes
-    total = sum(sizes)
-    if low < 0 or high >= total:  # targets are the same everywhere, so this is an error everywhere
+    if low < 0 or high >= sum(sizes):  # targets are the same everywhere, so this is an error everywhere
         raise TargetError(
-            f"target must name a class of the whole, 0 <= target < {total} = {' + '.join(map(str, sizes))}; "
+            f"target must name a class of the whole, 0 <= target < {sum(sizes)} = {' + '.join(map(str, sizes))}; "
             f"got values from {low} to {high}."
         )
-    first = sum(sizes[: processes.rank])
-    here = (index >= first) & (index < first + own)
-    return Slice(processes, total, here, torch.where(here, index - first, torch.zeros_like(index)))
+    return processes
 
 
 def _checksum(index: Tensor) -> int:
@@ -269,48 +206,22 @@ def _checksum(index: Tensor) -> int:
 # ---- the head as rows and classes -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class _Head:
-    query: Tensor
-    key: Tensor
-    bias: Tensor | None  # (*K, 1, n_class)
-    scale: float | Tensor
-    index: Tensor  # class of every row; the likeliest one where probabilities are given
-    soft: Tensor | None  # (*rows, n_class)
-    sample: Tensor | None
-    mask: Tensor | None  # False where a row went through the pass and is ignored
-    kept: Tensor | None  # flat positions of the rows that are left
-    shape: tuple[int, ...]  # of reduction="none"
-    outputs: int  # K
+    """Queries, keys and what belongs to a row, in the layout of the rows."""
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuple(self.index.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
-
-    def place(self, rows: Tensor) -> Tensor:
-        """Results of the rows in the caller's shape, 0 where ignored."""
-        if self.kept is not None:
-            rows = rows.new_zeros(math.prod(self.shape)).index_put((self.kept,), rows)
-        elif self.outputs:
-            rows = rows.movedim(-1, 0)
-        return rows.reshape(self.shape)
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         input: Tensor,
         linear_weight: Tensor,
         target: Tensor,
         linear_bias: Tensor | None,
         scale: float | Tensor,
+        softcap: float | None,
         sample_weight: Tensor | None,
         options: Options,
         shift: int,
-        whole: bool,  # all classes are here
-    ) -> _Head:
+        processes: Collective,
+    ):
         outputs = tuple(linear_weight.shape[1:-1])
         soft = _is_soft(input, linear_weight, target, options)
         if soft and shift:
@@ -324,111 +235,94 @@ class _Head:
         index = likeliest(target, len(lead)) if soft else target.long()  # uint8 would index as a mask
         if soft and not options.n_class:
             _checks.check_classes(index, options.n_class, options.ignore_index)  # of no classes there is no likeliest
-        query, kept, mask = (input if left is None else input[..., :left, :]), None, None
-        if not soft:
+        query = input if left is None else input[..., :left, :]
+        if soft:
+            rows = Rows(shape)
+        else:
             counts = index != options.ignore_index
-            every = _every_counts(counts, index, options, whole)
-            if every is False and not outputs:
-                kept = counts.reshape(n).nonzero()[:, 0]
-                where = kept if left is None else _positions(input, left)[kept]
+            rows = Rows.of(counts, fixed=bool(outputs))
+            if processes.alone and (rows.counts is None or _checks.has_values(index)):
+                left_out = rows.where is not None or rows.counts is not None
+                _checks.check_classes(index[counts] if left_out else index, options.n_class, options.ignore_index)
+            if rows.where is not None:
+                where = rows.where if left is None else _positions(input, left)[rows.where]
                 query = input.reshape(input.shape[:-1].numel(), dim).index_select(0, where)
-            elif not every:
-                mask, index = counts, torch.where(counts, index, torch.zeros_like(index))
+            elif rows.counts is not None:
+                index = torch.where(counts, index, torch.zeros_like(index))
         # cutting the last positions off several sequences leaves no flat view: then the batch stays a batch
-        batched = kept is None and left is not None and len(lead) > 1
-        if kept is None and not batched:
-            query = query.reshape(n, dim)
+        batched = rows.where is None and left is not None and len(lead) > 1
 
         def lay(x: Tensor) -> Tensor:
             """A tensor of the caller's shape in the layout of the rows."""
-            if kept is not None:
-                return x.reshape(n)[kept]
             if outputs:
                 return x.reshape(n, *outputs).movedim(0, -1)
-            return x if batched else x.reshape(n)
+            return x if batched else rows.take(x)
 
-        probabilities = None
+        self.query = query if rows.where is not None or batched else query.reshape(n, dim)
+        self.key = linear_weight.movedim(0, -2) if outputs else linear_weight
+        self.bias = None if linear_bias is None else linear_bias.movedim(0, -1)[..., None, :]  # (*K, 1, n_class)
+        self.scale = lay(scale) if isinstance(scale, Tensor) and scale.dim() else scale
+        self._cap: dict[str, Any] = {"softcap": softcap, "cap_bias": softcap is not None, "checked": True}
+        self.request = functools.partial(build, self.query, self.key, scale=self.scale, bias=self.bias, **self._cap)
+        self.softcap, self.outputs, self.rows = softcap, bool(outputs), rows
+        self.index = lay(index)  # class of every row; the likeliest one where probabilities are given
+        self.soft: Tensor | None = None  # (*rows, n_class)
         if soft:
-            probabilities = target.reshape(n, options.n_class, *outputs).movedim((0, 1), (-2, -1))
-        return _Head(
-            query,
-            linear_weight.movedim(0, -2) if outputs else linear_weight,
-            None if linear_bias is None else linear_bias.movedim(0, -1)[..., None, :],
-            lay(scale) if isinstance(scale, Tensor) and scale.dim() else scale,
-            lay(index),
-            probabilities,
-            None if sample is None else lay(sample),
-            None if mask is None else lay(mask),
-            kept,
-            shape,
-            len(outputs),
-        )
+            self.soft = target.reshape(n, options.n_class, *outputs).movedim((0, 1), (-2, -1))
+        self.sample = None if sample is None else lay(sample)
+        self.mask = None if rows.counts is None else lay(rows.counts)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.query.dtype)
 
-def _every_counts(counts: Tensor, index: Tensor, options: Options, whole: bool) -> bool | None:
-    """Whether no row is ignored, and every index names a class; the targets are read once. None: not known here.
+    @property
+    def alike(self) -> bool:
+        """Every row has a class, and counts alike."""
+        return self.soft is None and self.sample is None and self.mask is None
 
-    Nothing is known while tracing, nor on a device, whose values are not read.
-    """
-    if not _checks.has_values(counts):
-        return None
-    if not whole:
-        return bool(counts.all())
-    wrong = counts & ((index < 0) | (index >= options.n_class))
-    every, fine = torch.stack([counts.all(), ~wrong.any()]).tolist()
-    if not fine:
-        _checks.check_classes(index[counts], options.n_class, options.ignore_index)
-    return bool(every)
+    def leaves(self, processes: Collective) -> list[Callable[..., Request]]:
+        """As `request`, of each leaf that this rank's slice is cut into over a group in exact rows."""
+        cut = processes.leaves((self.query, self.scale), self.key, self.bias)
+        return [functools.partial(build, q, k, scale=scale, bias=bias, **self._cap) for (q, scale), k, bias in cut]
 
+    def place(self, found: Tensor, blank: float = 0) -> Tensor:
+        """Results of the rows in the caller's shape, blank where ignored."""
+        return self.rows.place(found.movedim(-1, 0) if self.outputs else found, blank)
 
-def _weighted_scores(head: _Head, coefficient: Tensor | None, softcap: float | None) -> Tensor:
-    """sum_c coefficient_c s_c of every row, without streaming: a score against the weighted sum of the keys.
+    def weighted_scores(self, coefficient: Tensor | None) -> Tensor:
+        """sum_c coefficient_c s_c of every row, without streaming: a score against the weighted sum of the keys.
 
-    coefficient: None (all 1), (n_class,), or (*rows, n_class). Under a softcap the sum is over
-    all scores, a few rows at a time.
-    """
-    dtype = head.dtype
-    with no_autocast(head.query):
-        query, key = head.query.to(dtype), head.key.to(dtype)
-        scale = head.scale.to(dtype) if isinstance(head.scale, Tensor) else head.scale
-        bias = None if head.bias is None else head.bias.to(dtype)
-        if softcap is not None:
-            return _capped(query, key, bias, scale, coefficient, softcap)
-        if coefficient is None or coefficient.dim() == 1:
-            mean = key.sum(-2) if coefficient is None else (coefficient[:, None] * key).sum(-2)
-            score = scale * (query @ mean[..., None])[..., 0]
-        else:
-            score = scale * (query * (coefficient @ key)).sum(-1)
-        if bias is not None:
-            score = score + (bias if coefficient is None else bias * coefficient).sum(-1)
-        return score
+        coefficient: None (all 1), (n_class,), or (*rows, n_class). Under a softcap the sum is over all scores, some
+        rows at a time.
+        """
+        dtype = self.dtype
+        with no_autocast(self.query):
+            if self.softcap is not None:
+                return self._capped(coefficient)
+            query, key = self.query.to(dtype), self.key.to(dtype)
+            scale = self.scale.to(dtype) if isinstance(self.scale, Tensor) else self.scale
+            if coefficient is None or coefficient.dim() == 1:
+                mean = key.sum(-2) if coefficient is None else (coefficient[:, None] * key).sum(-2)
+                score = scale * (query @ mean[..., None])[..., 0]
+            else:
+                score = scale * (query * (coefficient @ key)).sum(-1)
+            if self.bias is not None:
+                bias = self.bias.to(dtype)
+                score = score + (bias if coefficient is None else bias * coefficient).sum(-1)
+            return score
 
+    def _capped(self, coefficient: Tensor | None) -> Tensor:
+        request = self.request()
 
-def _capped(
-    query: Tensor, key: Tensor, bias: Tensor | None, scale: float | Tensor, coefficient: Tensor | None, cap: float
-) -> Tensor:
-    """The same sum over softcap(scale * <query, key> + bias)."""
-    rows = (*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), query.shape[-2])
-    factor = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=query.dtype, device=query.device)
-    if coefficient is None:
-        coefficient = torch.ones((), dtype=query.dtype, device=query.device)
-    offset = torch.zeros((1, 1), dtype=query.dtype, device=query.device) if bias is None else bias
-    per_row = coefficient.dim() > 1
+        def total(rows: slice) -> tuple[Tensor]:
+            s = scores(of_rows(request, rows))
+            if coefficient is not None:
+                s = s * (coefficient if coefficient.dim() == 1 else coefficient[..., rows, :])
+            return (s.sum(-1),)
 
-    def total(q: Tensor, f: Tensor, own: Tensor, k: Tensor, b: Tensor) -> Tensor:
-        # rows come first here, so that they can be cut; the engine has them last but one
-        s = f.movedim(0, -1)[..., None] * (q.movedim(0, -2) @ k.mT)
-        s = cap * torch.tanh((s + b) / cap)
-        return (s * (own.movedim(0, -2) if per_row else own)).sum(-1).movedim(-1, 0)
-
-    cut = [query.movedim(-2, 0), factor.expand(rows).movedim(-1, 0)]
-    shared = [key, offset]
-    if per_row:
-        cut.append(coefficient.movedim(-2, 0))
-    else:
-        shared.insert(0, coefficient)
-    width = key.shape[-2] * max(1, math.prod(rows[:-1]))
-    return in_row_blocks(total, cut, shared, width).movedim(0, -1)
+        (found,) = by_rows(total, row_blocks(request.n_query, max(request.n_key, 1), request.batch), (0,))
+        return found
 
 
 def _is_soft(input: Tensor, linear_weight: Tensor, target: Tensor, options: Options) -> bool:

@@ -9,19 +9,21 @@ focal          weights p - y by how wrong it is  keeps pulling (M-LOSS-8)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from partita import _checks
 from partita._checks import Reduction
 from partita._torch_function import overridable
-from partita.collective import ALONE
 from partita.engine import Stats
+from partita.engine.state import levels
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.losses.linear import over_rows
-from partita.losses.objective import Options, Slice, Terms, likeliest
+from partita.losses.objective import Options, Terms, likeliest
 from partita.precision import loss_dtype
-from partita.rows import blank_ignored, loss_stats, probabilities, reduce_rows, sums_of
+from partita.rows import Rows, loss_stats, placed, reduce_rows, sums_of
 
 __all__ = ["brier_loss", "cross_entropy", "focal_loss", "mae_loss", "mse_loss"]
 
@@ -63,32 +65,23 @@ def cross_entropy(
     raised = scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     shape = logits.shape[:-1]
     sample = None if sample_weight is None else over_rows("sample_weight", sample_weight, shape).to(raised.dtype)
-    if isinstance(target, Tensor) and target.is_floating_point():
-        if target.shape != input.shape:
-            raise ShapeError(
-                f"class probabilities must have the shape of input, {_checks.shape_text(input)}; "
-                f"got {_checks.shape_text(target)}."
-            )
+    probs = _probabilities(target, input)
+    if probs is not None:
         if ignore_index >= 0:
             raise ValueRangeError("ignore_index names a class index; it cannot be given with class probabilities.")
-        probs = _classes_last(target)
         soft = options.soften(probs, raised.dtype)
         index = likeliest(probs, -1)
         _checks.check_classes(index, n_class, ignore_index)
         sums = sums_of(raised, index)
-        terms = Terms.of_probabilities(soft, (soft * raised).sum(-1), sample)
+        terms = Terms.of_probabilities(options, soft, (soft * raised).sum(-1), sample)
     else:
         index, kept = _index(target, shape, n_class, ignore_index)
         sums = sums_of(raised, index)
         class_weight = options.class_weight(raised.dtype)
         linear = (raised if class_weight is None else raised * class_weight).sum(-1) if label_smoothing else None
-        terms = Slice(ALONE, n_class, None, index).terms(options, linear, sample, kept, raised.dtype)
-    rows = terms.rows(sums.nll(), sums.state, options)
-    loss = terms.reduce(rows, options).to(loss_dtype(input))
-    if not return_stats:
-        return loss
-    stats = loss_stats(sums)
-    return loss, stats if terms.kept is None else blank_ignored(stats, terms.kept)
+        terms = Terms.of_classes(options, index, linear, sample, kept, raised.dtype)
+    loss = terms.reduce(terms.rows(sums.nll(), sums.state)).to(loss_dtype(input))
+    return (loss, placed(loss_stats(sums), Rows(shape, None, terms.kept).place)) if return_stats else loss
 
 
 @overridable
@@ -148,8 +141,7 @@ def brier_loss(
     >>> brier_loss(torch.zeros(1, 2), torch.tensor([0]))  # 2 (1 - 1/2)^2
     tensor(0.5000)
     """
-    gap, kept = _error(input, target, on, ignore_index)
-    return _mean_of_kept(gap.square().sum(-1), kept, reduction).to(loss_dtype(input))
+    return _error(input, target, on, ignore_index, reduction, torch.square)
 
 
 mse_loss = brier_loss
@@ -169,27 +161,25 @@ def mae_loss(
     >>> mae_loss(torch.zeros(1, 4), torch.tensor([0]))  # 2 (1 - 1/4)
     tensor(1.5000)
     """
-    gap, kept = _error(input, target, on, ignore_index)
-    return _mean_of_kept(gap.abs().sum(-1), kept, reduction).to(loss_dtype(input))
+    return _error(input, target, on, ignore_index, reduction, torch.abs)
 
 
-def _error(input: Tensor, target: Tensor, on: str, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+def _error(
+    input: Tensor, target: Tensor, on: str, ignore_index: int, reduction: Reduction, size: Callable[[Tensor], Tensor]
+) -> Tensor:
     if on not in ("probabilities", "logits"):
         raise ValueRangeError(f"on must be 'probabilities' or 'logits'; got {on!r}.")
-    logits = _classes_last(input)
+    logits, y = _classes_last(input), _probabilities(target, input)
     raised = logits.to(torch.promote_types(logits.dtype, torch.float32))
     kept: Tensor | None = None
-    if isinstance(target, Tensor) and target.is_floating_point():
-        if target.shape != input.shape:
-            raise ShapeError(f"class probabilities must have the shape of input, {_checks.shape_text(input)}.")
-        y = _classes_last(target).to(raised.dtype)
-    else:
+    if y is None:
         index, kept = _index(target, logits.shape[:-1], logits.shape[-1], ignore_index)
         # torch's one_hot would fix the number of classes in a graph
         y = (index[..., None] == torch.arange(logits.shape[-1], device=index.device)).to(raised.dtype)
         lost = _checks.within(index, logits.shape[-1])[1]
         y = y if lost is None else y.masked_fill(lost[..., None], torch.nan)
-    return (probabilities(raised) if on == "probabilities" else raised) - y, kept
+    found = (raised - levels(raised)[..., None]).exp() if on == "probabilities" else raised
+    return _mean_of_kept(size(found - y.to(raised.dtype)).sum(-1), kept, reduction).to(loss_dtype(input))
 
 
 def _mean_of_kept(rows: Tensor, kept: Tensor | None, reduction: Reduction) -> Tensor:
@@ -206,6 +196,18 @@ def _classes_last(input: Tensor) -> Tensor:
     if input.dim() == 0:
         raise ShapeError("input must hold logits, (n_class,) or (N, n_class, ...); got a single number.")
     return input if input.dim() == 1 else input.movedim(1, -1)
+
+
+def _probabilities(target: Tensor, input: Tensor) -> Tensor | None:
+    """Class probabilities with the classes in the last dimension; None for class indices."""
+    if not isinstance(target, Tensor) or not target.is_floating_point():
+        return None
+    if target.shape != input.shape:
+        raise ShapeError(
+            f"class probabilities must have the shape of input, {_checks.shape_text(input)}; "
+            f"got {_checks.shape_text(target)}."
+        )
+    return _classes_last(target)
 
 
 def _index(target: Tensor, shape: torch.Size, n_class: int, ignore_index: int) -> tuple[Tensor, Tensor | None]:

@@ -11,33 +11,26 @@ Class indices, smoothing and class probabilities differ only in the first three 
 
 `linear` needs no streaming: it is a score against a mean key (M-LOSS-9).
 
-The classes of a head may be spread over processes: then every rank holds a slice of the class vectors, in rank order.
+Over a group every rank holds a slice of the class vectors, in rank order. The gradient of a slice is whole; that of the
+input comes in parts, what flows back through the rank's own classes.
 
     log Z = log sum_r Z_r          score of the target: from the one rank that holds it          rank = sum_r rank_r
     predicted class: that of the first rank whose largest score is the largest
-
-Inputs and targets are the same on every rank, targets name classes of the whole. Every rank gets the same loss. The
-gradient of a slice is whole; that of the input comes in parts, what flows back through the rank's own classes, which
-add up over ranks (`partita.distributed.replicate(input, group)` adds them up).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from partita import _checks
-from partita.collective import Collective
+from partita.collective import ALONE, Collective
 from partita.engine import State
-from partita.engine.request import Request
-from partita.engine.sums import Sums
-from partita.errors import ValueRangeError
 from partita.rows import reduce_rows
 
-__all__ = ["Options", "Slice", "Terms", "check_slice", "likeliest"]
+__all__ = ["Options", "Terms", "likeliest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,18 +84,51 @@ def likeliest(probabilities: Tensor, dim: int) -> Tensor:
 class Terms:
     """Weights of one row each; `mean` divides by the sum of `share`."""
 
+    options: Options
     on_target: Tensor
-    on_partition: Tensor | None
-    linear: Tensor | None
     share: Tensor  # what a row counts in a mean
     sample: Tensor | None
     kept: Tensor | None  # False where a row is ignored and yet went through the pass
+    on_partition: Tensor | None = None
+    linear: Tensor | None = None
 
     @staticmethod
-    def of_probabilities(soft: Tensor, linear: Tensor, sample: Tensor | None) -> Terms:
+    def of_probabilities(options: Options, soft: Tensor, linear: Tensor, sample: Tensor | None) -> Terms:
         """Class probabilities, already weighted and smoothed; a mean counts every row once, as torch's does."""
         mass = soft.sum(-1)
-        return Terms(torch.zeros_like(mass), mass, linear, torch.ones_like(mass), sample, None)
+        return Terms(options, torch.zeros_like(mass), torch.ones_like(mass), sample, None, mass, linear)
+
+    @staticmethod
+    def of_classes(
+        options: Options,
+        index: Tensor,
+        linear: Tensor | None,
+        sample: Tensor | None,
+        kept: Tensor | None,
+        dtype: torch.dtype,
+        processes: Collective = ALONE,
+        here: Tensor | None = None,
+    ) -> Terms:
+        """Class indices; over a group, class weights and smoothing are sums over the slices.
+
+        index, here: the class of a row in this rank's slice, 0 where it is elsewhere; which are here, None for all.
+        linear: sum_c weight_c s_c over the classes of this slice, where there is smoothing.
+        """
+        weight = options.class_weight(dtype)
+        own = like = torch.ones(index.shape, dtype=dtype, device=index.device)
+        if weight is not None:
+            # of no classes 0, with a gradient
+            own = weight[_checks.within(index, len(weight))[0]] if len(weight) else like * weight.sum()
+            own = own if here is None else processes.total(torch.where(here, own, torch.zeros_like(like)))
+        sample = None if sample is None else processes.share(sample)
+        if linear is None:
+            return Terms(options, own, own, sample, kept)
+        whole = options.n_class if processes.alone else sum(processes.sizes[0])
+        mass = float(whole) if weight is None else processes.total(weight.sum())
+        smooth, each = options.label_smoothing, options.label_smoothing / whole
+        return Terms(
+            options, (1.0 - smooth) * own, own, sample, kept, like * (each * mass), each * processes.total(linear)
+        )
 
     def weigh(self, rows: Tensor) -> Tensor:
         """Rows times their sample weight, 0 where ignored."""
@@ -110,67 +136,17 @@ class Terms:
             rows = rows * self.sample
         return rows if self.kept is None else torch.where(self.kept, rows, torch.zeros_like(rows))
 
-    def rows(self, nll: Tensor, state: State, options: Options) -> Tensor:
+    def rows(self, nll: Tensor, state: State) -> Tensor:
         """The loss of every row."""
         out = self.on_target * nll
         if self.linear is not None and self.on_partition is not None:
             out = out + (self.on_partition * state.log_partition() - self.linear)
-        if options.z_loss:
-            out = out + options.z_loss * state.log_partition().square()
-        if options.entropy_weight:
-            out = out - options.entropy_weight * state.entropy()
+        if self.options.z_loss:
+            out = out + self.options.z_loss * state.log_partition().square()
+        if self.options.entropy_weight:
+            out = out - self.options.entropy_weight * state.entropy()
         return self.weigh(out)
 
-    def reduce(self, rows: Tensor, options: Options) -> Tensor:
-        total = self.weigh(self.share).sum() if options.reduction == "mean" else None
-        return reduce_rows(rows, options.reduction, total)
-
-
-# ---- classes spread over processes ----------------------------------------------------------------------------------
-
-
-def check_slice(processes: Collective, target: Tensor) -> None:
-    """Raise for class probabilities over a group: they would have to be cut like the classes."""
-    if not processes.alone and isinstance(target, Tensor) and target.is_floating_point():
-        raise ValueRangeError("class probabilities have no form over a group: give class indices, target.long().")
-
-
-@dataclass(frozen=True, eq=False)
-class Slice:
-    """Which classes are on this rank, and which rows have their target here; in one process that is all of them."""
-
-    processes: Collective
-    n_class: int  # of the whole
-    here: Tensor | None  # bool, per row; None: all
-    index: Tensor  # the class of the row in this slice, 0 where it is elsewhere
-
-    def sums(self, makes: Sequence[Callable[..., Request]], *, rank: bool, statistics: bool) -> Sums:
-        """The sums of every row over the classes of all ranks; `makes` as for `Collective.slices`."""
-        return self.processes.slices(makes, self.index, self.here, rank=rank, statistics=statistics)
-
-    def terms(
-        self,
-        options: Options,
-        linear: Tensor | None,
-        sample: Tensor | None,
-        kept: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Terms:
-        """Weights of every row; class weights and smoothing are sums over the slices.
-
-        linear: sum_c weight_c s_c over the classes of this slice, where there is smoothing.
-        """
-        total, weight = self.processes.total, options.class_weight(dtype)
-        like = torch.ones(self.index.shape, dtype=dtype, device=self.index.device)
-        own = like
-        if weight is not None:
-            own = (
-                weight[_checks.within(self.index, len(weight))[0]] if len(weight) else like * weight.sum()
-            )  # 0, with a gradient
-            own = own if self.here is None else total(torch.where(self.here, own, torch.zeros_like(like)))
-        sample = None if sample is None else self.processes.share(sample)
-        if linear is None:
-            return Terms(own, None, None, own, sample, kept)
-        mass = float(self.n_class) if weight is None else total(weight.sum())
-        smooth, each = options.label_smoothing, options.label_smoothing / self.n_class
-        return Terms((1.0 - smooth) * own, like * (each * mass), each * total(linear), own, sample, kept)
+    def reduce(self, rows: Tensor) -> Tensor:
+        total = self.weigh(self.share).sum() if self.options.reduction == "mean" else None
+        return reduce_rows(rows, self.options.reduction, total)

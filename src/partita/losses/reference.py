@@ -23,7 +23,7 @@ from partita.engine.request import Request
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.exactness import in_exact_rows
 from partita.gibbs import Gibbs
-from partita.losses.tokens import check_head, check_listed, distribution, parts_of, row_temperature, scores_of
+from partita.losses.vocabulary import Vocabulary, check_head, check_listed, distribution, row_temperature
 from partita.recompute import by_rows, row_blocks
 
 __all__ = ["kl_estimate", "token_divergence"]
@@ -72,87 +72,75 @@ def token_divergence(
     """
     processes = collective_of(group)
     with processes.validate():
-        policy, reference, teacher, lead = _given(
-            hidden, weight, ref_hidden, ref_weight, kind, beta, temperature, ref_temperature, teacher_index,
-            teacher_log_prob, tail, ref_ids, processes,
-        )  # fmt: skip
-    if not processes.alone:
+        lead = check_head(hidden, weight)
+        check_kind(kind, beta)
+        if tail not in ("ignore", "bucket"):
+            raise ValueRangeError(f"tail must be 'ignore' or 'bucket'; got {tail!r}.")
+        if (teacher_index is None) != (teacher_log_prob is None):
+            raise ValueRangeError(
+                "teacher_index and teacher_log_prob come together: ids (..., k) and their log p (..., k)."
+            )
+        if (ref_hidden is None) == (teacher_index is None):
+            raise ValueRangeError(
+                "give a reference, ref_hidden and ref_weight, or a teacher, teacher_index and teacher_log_prob."
+            )
+        if ref_ids is not None and (ref_hidden is None or not processes.alone):
+            raise ValueRangeError(
+                "ref_ids name tokens of a reference in one process: give ref_hidden and ref_weight, and no group. A "
+                "list of a teacher, teacher_index, names the policy's tokens."
+            )
+        policy = _flat(hidden, weight, temperature, lead)
         given: dict[str, Any] = {"the dtype of hidden": hidden.dtype, "the rows of hidden": lead}
-        if reference is not None:
-            given["the tokens of ref_weight in a slice less those of weight"] = len(reference.key) - len(policy.key)
-        if teacher is not None:
-            given["the ids of the teacher (their sum)"] = int(teacher[0].sum())
-        call = f"token_divergence {kind}, {beta}, {tail}"
-        processes = processes.check_same(call, [policy.key.shape[0]], given)
-    if teacher is not None:
-        return _to_listed(policy, *teacher, kind, tail, processes).reshape(lead)
-    assert reference is not None
-    if processes.alone and ref_ids is None:
-        return divergence(policy, reference, kind, beta=beta).reshape(lead)
-    return _to_slice(policy, reference, ref_ids, kind, beta, processes).reshape(lead)
-
-
-def _given(
-    hidden: Tensor,
-    weight: Tensor,
-    ref_hidden: Tensor | None,
-    ref_weight: Tensor | None,
-    kind: Kind,
-    beta: float,
-    temperature: float | Tensor,
-    ref_temperature: float | Tensor | None,
-    teacher_index: Tensor | None,
-    teacher_log_prob: Tensor | None,
-    tail: str,
-    ref_ids: Tensor | None,
-    processes: Collective,
-) -> tuple[Gibbs, Gibbs | None, tuple[Tensor, Tensor] | None, tuple[int, ...]]:
-    """The policy, its reference or its teacher's list, flat, and the shape of the result; all of it checked."""
-    lead = tuple(check_head("hidden", hidden, weight))
-    check_kind(kind, beta)
-    if tail not in ("ignore", "bucket"):
-        raise ValueRangeError(f"tail must be 'ignore' or 'bucket'; got {tail!r}.")
-    if (teacher_index is None) != (teacher_log_prob is None):
-        raise ValueRangeError(
-            "teacher_index and teacher_log_prob come together: ids (..., k) and their log p (..., k)."
-        )
-    if (ref_hidden is None) == (teacher_index is None):
-        raise ValueRangeError(
-            "give a reference, ref_hidden and ref_weight, or a teacher, teacher_index and teacher_log_prob."
-        )
-    if ref_ids is not None and (ref_hidden is None or not processes.alone):
-        raise ValueRangeError(
-            "ref_ids name tokens of a reference in one process: give ref_hidden and ref_weight, and no group. A list "
-            "of a teacher, teacher_index, names the policy's tokens."
-        )
-    n, own = math.prod(lead), _flat(temperature, lead)
-    policy = distribution(hidden.reshape(n, hidden.shape[-1]), weight, None, own, None)
+        if ref_hidden is not None:
+            ref_weight = _check_reference(lead, len(weight), ref_hidden, ref_weight, ref_ids)
+            warmth = temperature if ref_temperature is None else ref_temperature
+            reference = _flat(ref_hidden, ref_weight, warmth, lead)
+            given["the tokens of ref_weight in a slice less those of weight"] = len(ref_weight) - len(weight)
+        else:
+            index, log_prob = _checked_list(teacher_index, teacher_log_prob, kind, lead)
+            if processes.alone:
+                check_listed("teacher_index", index, len(weight))
+            else:
+                given["the ids of the teacher (their sum)"] = int(index.sum())
+    if not processes.alone:
+        processes = processes.check_same(f"token_divergence {kind}, {beta}, {tail}", [len(weight)], given)
     if ref_hidden is None:
-        return policy, None, _checked_list(teacher_index, teacher_log_prob, kind, lead, policy, processes), lead
+        found = _to_listed(Vocabulary(policy, processes), index, log_prob, kind, tail)
+    elif processes.alone and ref_ids is None:
+        found = divergence(policy, reference, kind, beta=beta)
+    else:
+        found = _to_slice(policy, reference, ref_ids, kind, beta, processes)
+    return found.reshape(lead)
+
+
+def _check_reference(
+    lead: tuple[int, ...], n_token: int, ref_hidden: Tensor, ref_weight: Tensor | None, ref_ids: Tensor | None
+) -> Tensor:
+    """The reference's head."""
     if ref_weight is None:
         raise ValueRangeError("ref_hidden needs its ref_weight, (vocabulary, dim of the reference).")
-    ref_lead = tuple(check_head("ref_hidden", ref_hidden, ref_weight))
+    ref_lead = check_head(ref_hidden, ref_weight, names=("ref_hidden", "ref_weight", ""))
     if ref_lead != lead:
         raise ShapeError(f"hidden and ref_hidden must have the same rows; got {lead} and {ref_lead}.")
     if ref_ids is not None:
         _checks.check_index_dtype("ref_ids", ref_ids)
-        if ref_ids.shape != weight.shape[:1]:
+        if tuple(ref_ids.shape) != (n_token,):
             raise ShapeError(
-                f"ref_ids must be one per token of weight, {(len(weight),)}; got {_checks.shape_text(ref_ids)}."
+                f"ref_ids must be one per token of weight, {(n_token,)}; got {_checks.shape_text(ref_ids)}."
             )
         check_listed("ref_ids", ref_ids, len(ref_weight), least=0)
-    elif len(weight) != len(ref_weight):
+    elif n_token != len(ref_weight):
         raise ShapeError(
-            f"weight and ref_weight must have the same tokens; got {len(weight)} and {len(ref_weight)}. If the policy "
-            f"knows some of the reference's, name them: ref_ids=, ({len(weight)},)."
+            f"weight and ref_weight must have the same tokens; got {n_token} and {len(ref_weight)}. If the policy "
+            f"knows some of the reference's, name them: ref_ids=, ({n_token},)."
         )
-    other = own if ref_temperature is None else _flat(ref_temperature, lead)
-    return policy, distribution(ref_hidden.reshape(n, ref_hidden.shape[-1]), ref_weight, None, other, None), None, lead
+    return ref_weight
 
 
-def _flat(temperature: float | Tensor, lead: tuple[int, ...]) -> float | Tensor:
-    found = row_temperature(temperature, lead)
-    return found.reshape(-1) if isinstance(found, Tensor) else found
+def _flat(hidden: Tensor, weight: Tensor, temperature: float | Tensor, lead: tuple[int, ...]) -> Gibbs:
+    warmth = row_temperature(temperature, lead)
+    warmth = warmth.reshape(-1) if isinstance(warmth, Tensor) else warmth
+    return distribution(hidden.reshape(math.prod(lead), hidden.shape[-1]), weight, None, warmth, None)
 
 
 def _to_slice(
@@ -163,10 +151,8 @@ def _to_slice(
     Scores of some rows at a time, recomputed in the backward pass.
     """
     n, exact = len(policy.query), not processes.alone and in_exact_rows()
-    if exact:
-        policy, reference = _filled(policy), _filled(reference)
-    cut = [parts_of(p, processes) for p in (policy, reference)]
-    levels = [processes.state(parts, False).log_partition() for parts in cut]
+    own = [Vocabulary(_filled(p) if exact else p, processes) for p in (policy, reference)]
+    levels = [tokens.state().log_partition() for tokens in own]
     if not processes.alone:  # every rank uses them with its own scores
         levels = [processes.sum_gradient(x) for x in levels]
 
@@ -187,9 +173,9 @@ def _to_slice(
         blocks = [slice(i, i + _ROWS) for i in range(0, rows, _ROWS)] if exact else row_blocks(rows, width, ())
         return by_rows(sums, blocks, (0,))[0]
 
-    own = [part.request() for part in cut[0]], [part.request() for part in cut[1]]
-    rows = [given for given, _, _ in processes.leaves(levels, policy.key, None)]
-    found = processes.joined([of_leaf(*x) for x in zip(*own, rows, strict=True)], torch.add)[:n]
+    requests = [[part.request() for part in tokens.parts] for tokens in own]
+    of_rows_alone = [given for given, _, _ in processes.leaves(levels, own[0].gibbs.key, None)]
+    found = processes.joined([of_leaf(*x) for x in zip(*requests, of_rows_alone, strict=True)], torch.add)[:n]
     found = processes.total(found)
     return 1 + found if kind == "hellinger" else found
 
@@ -202,12 +188,7 @@ def _filled(p: Gibbs) -> Gibbs:
 
 
 def _checked_list(
-    index: Tensor | None,
-    log_prob: Tensor | None,
-    kind: str,
-    lead: tuple[int, ...],
-    policy: Gibbs,
-    processes: Collective,
+    index: Tensor | None, log_prob: Tensor | None, kind: str, lead: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """A teacher's list, (n, k) each."""
     if kind not in ("forward", "reverse"):
@@ -221,21 +202,15 @@ def _checked_list(
             f"teacher_index and teacher_log_prob must be {(*lead, 'k')}; got {_checks.shape_text(index)} and "
             f"{_checks.shape_text(log_prob)}."
         )
-    if processes.alone:
-        check_listed("teacher_index", index, len(policy.key))
     shape = (math.prod(lead), index.shape[-1])
     return index.reshape(shape).long(), log_prob.reshape(shape)
 
 
-def _to_listed(
-    policy: Gibbs, index: Tensor, log_prob: Tensor, kind: str, tail: str, processes: Collective
-) -> Tensor:  # (n,)
-    if not processes.alone:
-        check_listed("teacher_index", index, sum(processes.sizes[0]))
+def _to_listed(policy: Vocabulary, index: Tensor, log_prob: Tensor, kind: str, tail: str) -> Tensor:  # (n,)
+    if not policy.processes.alone:
+        check_listed("teacher_index", index, policy.size)
     valid = index >= 0
-    parts = parts_of(policy, processes)
-    score = scores_of(parts, processes, index.clamp(min=0))
-    level = processes.state(parts, False).log_partition()
+    score, level = policy.scores(index.clamp(min=0)), policy.state().log_partition()
     own = torch.where(valid, score - level[:, None], -torch.inf)
     given = torch.where(valid, log_prob.to(own.dtype), -torch.inf)
     if tail == "bucket":

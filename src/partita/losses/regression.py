@@ -13,16 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from partita._checks import (
-    Reduction,
-    check_device,
-    check_float,
-    check_positive,
-    check_reduction,
-    expands,
-    has_values,
-    shape_text,
-)
+from partita import _checks
+from partita._checks import Reduction
 from partita._torch_function import overridable
 from partita.errors import ShapeError, ValueRangeError
 from partita.precision import loss_dtype
@@ -80,26 +72,29 @@ def _reduced(rows: Tensor, gap: Tensor, reduction: Reduction, input: Tensor) -> 
 
 def _residual(input: Tensor, target: Tensor, scale: float | Tensor, reduction: Reduction) -> tuple[Tensor, Tensor]:
     """input - target and the scale, in float32 or better; everything is checked here."""
-    check_reduction(reduction)
-    check_float("input", input)
-    check_float("target", target)
-    check_device(("input", "target"), (input, target))
+    _checks.check_reduction(reduction)
+    _checks.check_float("input", input)
+    _checks.check_float("target", target)
+    _checks.check_device(("input", "target"), (input, target))
     if input.shape != target.shape:
         raise ShapeError(
-            f"input and target must have the same shape; got {shape_text(input)} and {shape_text(target)}. "
-            f"Broadcasting (N, 1) against (N,) would compare every pair: use squeeze or unsqueeze."
+            f"input and target must have the same shape; got {_checks.shape_text(input)} and "
+            f"{_checks.shape_text(target)}. Broadcasting (N, 1) against (N,) would compare "
+            f"every pair: use squeeze or unsqueeze."
         )
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     if isinstance(scale, Tensor):
-        check_float("scale", scale)
-        if not expands(scale.shape, input.shape):
-            raise ShapeError(f"scale must broadcast to the input {shape_text(input)}; got {shape_text(scale)}.")
-        if has_values(scale) and not bool((scale > 0).all()):
+        _checks.check_float("scale", scale)
+        if not _checks.expands(scale.shape, input.shape):
+            raise ShapeError(
+                f"scale must broadcast to the input {_checks.shape_text(input)}; got {_checks.shape_text(scale)}."
+            )
+        if _checks.has_values(scale) and not bool((scale > 0).all()):
             raise ValueRangeError(
                 "scale must be positive; the tensor given is not. Use softplus or exp of what is learned."
             )
         spread = scale.to(dtype)
     else:
-        check_positive("scale", scale)
+        _checks.check_positive("scale", scale)
         spread = torch.full((), float(scale), dtype=dtype, device=input.device)
     return input.to(dtype) - target.to(dtype), spread

@@ -275,6 +275,7 @@ class InfoNCELoss(_Loss):
 class _Tower(_Loss):
     """A logit scale, learned by its logarithm and clamped to a maximum, and a bias."""
 
+    log_scale: Tensor
     logit_bias: Tensor | None
 
     def __init__(
@@ -286,11 +287,9 @@ class _Tower(_Loss):
         if logit_bias is not None:
             check_number("logit_bias", logit_bias)
         self.max_scale = max_scale
-        self.log_scale = nn.Parameter(torch.tensor(math.log(logit_scale)), requires_grad=bool(learnable))
-        bias = None
-        if logit_bias is not None:
-            bias = nn.Parameter(torch.tensor(float(logit_bias)), requires_grad=bool(learnable))
-        self.register_parameter("logit_bias", bias)
+        for name, given in (("log_scale", math.log(logit_scale)), ("logit_bias", logit_bias)):
+            learned = None if given is None else nn.Parameter(torch.tensor(float(given)), bool(learnable))
+            self.register_parameter(name, learned)
 
     def scale(self) -> Tensor:
         """exp(log_scale), at most max_scale."""
