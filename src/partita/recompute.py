@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from partita.engine import State
 from partita.engine.axes import parts
 
-__all__ = ["by_rows", "in_row_blocks", "row_blocks", "states_by_rows"]
+__all__ = ["by_rows", "in_row_blocks", "row_blocks", "slices", "states_by_rows"]
 
 _CELLS = 1 << 22  # pairs in a block, over all heads
 _FEWEST = 64  # rows: smaller blocks would spend their time starting
@@ -42,7 +42,12 @@ def in_row_blocks(
 
 def row_blocks(n_query: int, n_key: int, batch: Sequence[int]) -> list[slice]:
     """Blocks of rows with about `_CELLS` pairs each."""
-    return parts(n_query, max(_FEWEST, _CELLS // max(1, n_key * math.prod(batch)))) or [slice(0, 0)]
+    return slices(n_query, max(_FEWEST, _CELLS // max(1, n_key * math.prod(batch))))
+
+
+def slices(n: int, step: int) -> list[slice]:
+    """`parts` of n rows or keys, one at least; whether a list of slices is empty would bind a graph to their size."""
+    return [slice(0, n)] if torch.compiler.is_compiling() or n <= step else parts(n, step)
 
 
 def by_rows(

@@ -50,7 +50,7 @@ def record(
                 row, slope = _row(rng, level, layer, head, t, steps, sick)
                 if missing and (layer + head + t) % 5 == 0:
                     row = dict.fromkeys(COLUMNS, math.nan) | {"rows": 0, "single": 0, "nonfinite": 3, "length": 128}
-                values.extend(row[c] for c in COLUMNS)
+                values.extend(row.get(c, 0.0) for c in COLUMNS)  # every row is looked at: no standard errors
                 for band, store in bands.items():
                     n = 1.5 * 2**band
                     store.extend((2.0**band, n, max(1.0, n**slope), slope, row["sink_first"]))

@@ -17,11 +17,10 @@ from partita.attn.positions import Bias, Gumbel
 from partita.attn.problem import Problem
 from partita.attn.sdpa import draw_seed, finish
 from partita.engine import State, Stats
-from partita.engine.axes import parts
 from partita.errors import DtypeError, ShapeError, ValueRangeError
 from partita.gibbs import Gibbs
 from partita.precision import accumulation_dtype, finest, no_autocast, product
-from partita.recompute import by_rows
+from partita.recompute import by_rows, slices
 from partita.scale import Policy, TargetEntropy
 from partita.score import Score
 
@@ -148,7 +147,7 @@ def blockwise_attention(
     """
     check_whole("block", block, least=1)
     problem = Problem.of(query, key, **options).ready(value)
-    cuts = parts(problem.n_key, block) or [slice(0, 0)]
+    cuts = slices(problem.n_key, block)
     states = [problem.keys(part).gibbs().state(value[..., part, :]) for part in cuts]
     return finish(functools.reduce(State.merge, states), value, None, return_stats)
 

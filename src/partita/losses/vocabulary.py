@@ -7,8 +7,7 @@ Over a group each rank holds a slice of the tokens, in rank order; ids are those
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,12 +27,21 @@ __all__ = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Vocabulary:
     """The distribution of every row over the tokens of all ranks."""
 
     gibbs: Gibbs  # of this rank's slice
     processes: Collective
+    parts: list[Gibbs] = field(init=False)  # this slice, or in exact rows over a group the leaves that it is cut into
+
+    def __post_init__(self) -> None:
+        p = self.gibbs
+        found = self.processes.leaves((p.query, p.scale), p.key, p.bias)
+        options: dict[str, Any] = {"softcap": p.softcap, "cap_bias": p.cap_bias, "score": p.score}
+        self.parts = [p] if len(found) == 1 else [
+            Gibbs(query, key, scale=scale, bias=bias, **options) for (query, scale), key, bias in found
+        ]  # fmt: skip
 
     @property
     def size(self) -> int:
@@ -43,16 +51,6 @@ class Vocabulary:
     def first(self) -> int:
         """The id of the first token of this rank's slice."""
         return sum(self.processes.sizes[0][: self.processes.rank]) if self.processes.sizes else 0
-
-    @functools.cached_property
-    def parts(self) -> list[Gibbs]:
-        """This rank's slice, or over a group in exact rows the leaves that it is cut into."""
-        p = self.gibbs
-        found = self.processes.leaves((p.query, p.scale), p.key, p.bias)
-        if len(found) == 1:
-            return [p]
-        options: dict[str, Any] = {"softcap": p.softcap, "cap_bias": p.cap_bias, "score": p.score}
-        return [Gibbs(query, key, scale=scale, bias=bias, **options) for (query, scale), key, bias in found]
 
     def state(self, *, statistics: bool = False) -> State:
         return self.processes.state(self.parts, statistics)

@@ -70,7 +70,7 @@ def watch(
         training, and at every input otherwise.
     critical: measure the critical scale of every head on a sample of rows: below it a row's best key drowns among those
         that compete with it (columns `critical`, in units of the present scale, and `scale`).
-    keep: the record holds at most this number of steps (None: all, some 100 kB each for 24 layers of 16 heads). Of a
+    keep: the record holds at most this number of steps (None: all, some 120 kB each for 24 layers of 16 heads). Of a
         longer run steps stay that are spread evenly over it; sinks receive every step that is looked at.
     budget: a share of the time, such as 0.01: 256 evenly spaced rows of a call, unless `rows` is given, and a step only
         while less than this share of the time has gone into watching.
