@@ -364,7 +364,8 @@ def public_losses() -> dict[Any, str]:
     places = (partita, partita.losses, partita.contrastive, partita.attn)
     found = {getattr(place, name) for place in places for name in place.__all__ if not name.startswith("_")}
     ends = ("_loss", "cross_entropy", "attention_divergence")
-    return {f: f.__name__ for f in found if callable(f) and getattr(f, "__name__", "").endswith(ends)}
+    losses = [f for f in found if callable(f) and getattr(f, "__name__", "").endswith(ends)]
+    return {f: f.__name__ for f in sorted(losses, key=lambda f: str(f.__name__))}  # workers must agree on the order
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after the model", "before the model"])
