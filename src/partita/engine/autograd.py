@@ -417,7 +417,10 @@ def computed_ahead(
     ordinary: Callable[..., Tensor],  # the requests: rows, by a pass
 ) -> Tensor:  # ()
     """sum_i weight_i x_i of the rows of requests, its gradients computed in the forward pass."""
-    tensors, bares = [r.tensors() for r in requests], [r.bare() for r in requests]
+    tensors, bares = [], []
+    for r in requests:
+        tensors.append(r.tensors())
+        bares.append(r.bare())
     places = [slice(end - len(t), end) for t, end in zip(tensors, itertools.accumulate(map(len, tensors)), strict=True)]
     kept: list[list[Tensor | None]] = []
 

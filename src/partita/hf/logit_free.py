@@ -195,7 +195,7 @@ def token_log_callback() -> Any:
             every = max(1, int(state.logging_steps or 1))
             first = state.global_step == 0 and args.logging_first_step
             if first or (state.global_step + 1) % every == 0:
-                self.sums = torch.zeros(())
+                self.sums = torch.zeros((), dtype=torch.float64, device="cpu")
                 LISTENERS.append(self.add)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:

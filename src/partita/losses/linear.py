@@ -105,21 +105,22 @@ def linear_cross_entropy(
         given = -100 if ignore_index is None else ignore_index
         options = Options(linear_weight.shape[0], weight, reduction, given, label_smoothing, z_loss, entropy_weight)
         _checks.check_whole("shift", shift, least=0)
-        if not processes.alone and isinstance(target, Tensor) and target.is_floating_point():
+        alone = processes.alone
+        if not alone and isinstance(target, Tensor) and target.is_floating_point():
             raise ValueRangeError("class probabilities have no form over a group: give class indices, target.long().")
         head = _Head(
             input, linear_weight, target, linear_bias, scale, softcap, sample_weight, options, shift, processes
         )
-        if not processes.alone:
+        if not alone:
             head.request()  # what is wrong is an error on every rank
     dtype, statistics = loss_dtype(input), bool(return_stats) or entropy_weight != 0.0
-    scalar = processes.alone and reduction != "none" and not return_stats and not options.regularised
+    scalar = alone and reduction != "none" and not return_stats and not options.regularised
     if scalar and head.alike and weight is None and not label_smoothing:
         request = head.request(target=head.index, statistics=False)  # every row counts alike, and how much is known
         each = 1.0 / max(head.index.numel(), 1) if reduction == "mean" else 1.0
         return weighted_nll(request, request.scale.new_full((), each).expand(head.index.shape)).to(dtype)
     index, here = head.index, None
-    if not processes.alone:
+    if not alone:
         rules = (reduction, given, return_stats, shift)
         processes = _agreed(processes, head, options, rules)
         index, here = local_ids(processes, index)
@@ -128,7 +129,7 @@ def linear_cross_entropy(
         each_row = terms.weigh(terms.on_target)
         each_row = divided(each_row, terms.weigh(terms.share).sum()) if reduction == "mean" else each_row
         return weighted_nll(head.request(target=index, statistics=False), each_row).to(dtype)
-    makes = [head.request] if processes.alone else head.leaves(processes)
+    makes = [head.request] if alone else head.leaves(processes)
     sums = processes.slices(makes, index, here, rank=bool(return_stats), statistics=statistics)
     rows = terms.rows(sums.nll(), sums.state)
     loss = processes.replicated(head.place(rows) if reduction == "none" else terms.reduce(rows)).to(dtype)

@@ -83,7 +83,9 @@ def _status(term: Term, rows: Sequence[slice], cols: Sequence[slice]) -> list[li
     """How much a term shows of each tile, as far as its bounds over the tile's rows and columns determine it."""
     if any(not t.is_cpu for t in term if isinstance(t, Tensor)):
         return [[_MIXED] * len(cols)] * len(rows)
-    first, end = (torch.tensor(at, device="cpu") for at in ([c.start for c in cols], [c.stop for c in cols]))
+    first, end = (
+        torch.tensor(at, dtype=torch.int64, device="cpu") for at in ([c.start for c in cols], [c.stop for c in cols])
+    )
     empty = torch.zeros(len(rows), len(cols), dtype=torch.bool, device="cpu")
     full = ~empty
     if term.start is not None:

@@ -240,4 +240,4 @@ def view(name: str, tensor: Tensor, rows: slice, cols: slice) -> Tensor:
         return tensor[..., cols, :]
     if name == "bias":
         return cut(tensor, rows, cols)
-    return tensor if tensor.shape[-1] == 1 or name.startswith(PARAMETER) else tensor[..., rows]
+    return tensor if name.startswith(PARAMETER) or tensor.shape[-1] == 1 else tensor[..., rows]
