@@ -81,7 +81,8 @@ class Softmaxes:
 
         def spy(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             self.seen.append(input.detach().clone())
-            return self.real(input, *args, **kwargs)
+            with torch._C.DisableTorchFunction():  # a function mode would be handed this spy, and count once more
+                return self.real(input, *args, **kwargs)
 
         F.softmax = spy  # type: ignore[assignment]
         return self.seen
