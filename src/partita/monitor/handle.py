@@ -186,7 +186,8 @@ class Watch(Readings, Subscriber):
         if threading.get_ident() != self._thread:
             self._elsewhere += name is not None
             return call()
-        self._mode.resume()
+        if self._mode.suspended is not None:
+            self._mode.resume()
         if (code := compiled.code_of(module)) is not None:
             return self._compiled(code, name, call)
         if name is None:

@@ -293,7 +293,7 @@ class FunctionMode(TorchFunctionMode):
         self._heads = 1
         self._thread = 0
         self._hooks: tuple[Any, ...] = ()
-        self._suspended: int | None = None  # modes above this one, while it is out of the stack for an optimizer
+        self.suspended: int | None = None  # modes above this one, while it is out of the stack for an optimizer
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         handler = SOFTMAXES.get(func)  # most calls, an optimizer's above all, end here
@@ -364,14 +364,14 @@ class FunctionMode(TorchFunctionMode):
 
     def resume(self) -> None:
         """Put the mode back; also when a module is called, in a step or after one that raised."""
-        above, self._suspended = self._suspended, None
+        above, self.suspended = self.suspended, None
         if above is not None:
             self.on(above)
 
     def _before(self, _: Any, args: Args, kwargs: Kwargs) -> None:
         if threading.get_ident() == self._thread and not any(callable(x) for x in (*args[1:], *kwargs.values())):
             self.resume()
-            self._suspended = self.off()
+            self.suspended = self.off()
 
     def _after(self, *_: Any) -> None:
         if threading.get_ident() == self._thread:
